@@ -1,0 +1,32 @@
+"""The chained block hash: the name of a KV block is a hash of every token up to its end, and of what else the KV depends on.
+
+Version 1, language-neutral: `root = xxh3_64(framed identity)`, then `h[i] = xxh3_64(token bytes of block i, seed = h[i-1])`
+with `h[-1] = root`. Identity is the ASCII text `jetwake-block-1`, then model, LoRA name and tenant salt, then the multimodal
+keys in prompt order, each as UTF-8 behind its length (4 bytes, little-endian). Only full blocks have a hash.
+Source: xxHash, https://github.com/Cyan4973/xxHash (XXH3, 64 bits, seeded).
+"""
+
+from collections.abc import Sequence
+
+import xxhash
+
+
+def root_hash(model: str, lora: str = "", salt: str = "", multimodal_keys: Sequence[str] = ()) -> int:
+    """The hash before the first block (64 bits): differs for whatever makes equal tokens have different KV."""
+    parts = [part.encode() for part in ("jetwake-block-1", model, lora, salt, *multimodal_keys)]
+    return xxhash.xxh3_64_intdigest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+
+
+def block_hashes(tokens: bytes, block_size_tokens: int, root: int) -> list[int]:
+    """One 64-bit hash for each full block of `tokens` (little-endian unsigned 32-bit ids), in prompt order."""
+    step = 4 * block_size_tokens
+    digest, parent, hashes = xxhash.xxh3_64_intdigest, root, list[int]()
+    for start in range(0, len(tokens) - step + 1, step):
+        parent = digest(tokens[start : start + step], parent)
+        hashes.append(parent)
+    return hashes
+
+
+def block_count(num_tokens: int, block_size_tokens: int) -> int:
+    """Blocks needed to hold `num_tokens` tokens, the last one perhaps part full."""
+    return -(-num_tokens // block_size_tokens)

@@ -1,0 +1,51 @@
+"""The base of every message, and the one place where messages become bytes (msgpack) and bytes become messages.
+
+Reads and writes nothing but its arguments. Promises: `decode(encode(m), type) == m`; bytes that are not a message of the
+wanted kind raise `Undecodable`, whatever they are; unknown fields are ignored, so old and new processes run side by side.
+"""
+
+from functools import cache
+from typing import Any, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from .errors import Undecodable
+
+M = TypeVar("M")
+
+
+class Message(BaseModel):
+    """Frozen and strict. Fields are str, int, float, bool, bytes, None, and lists or dicts of those; times end in `_ns`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack, a map from field name to value. Fields at their default are written too: a default may change."""
+    return msgpack.packb(message.model_dump(), use_bin_type=True)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def decode(data: bytes, kind: type[M]) -> M:
+    """The message in `data`. `kind` is a message class or a discriminated union of them. Raises Undecodable."""
+    try:
+        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError) as error:  # msgpack's own errors are all ValueErrors
+        raise Undecodable(f"not msgpack: {error}") from error
+    try:
+        return _adapter(kind).validate_python(fields)
+    except ValidationError as error:
+        raise Undecodable(first_complaint(error)) from error
+
+
+def first_complaint(error: ValidationError) -> str:
+    """One readable line for a pydantic error: the first field that is wrong, and how."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {first['msg']}{more}" if where else f"{first['msg']}{more}"

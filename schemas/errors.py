@@ -1,0 +1,154 @@
+"""The one error tree. Every error has a stable `code` for machines and says whether trying again can help (`retryable`).
+
+    JetwakeError
+    ├── RequestRefused            the caller must change the request
+    │   ├── InvalidRequest        a field is wrong; the text names it and the limit
+    │   ├── UnknownModel          no worker ever announced this model
+    │   ├── PromptTooLong         prompt plus max_tokens is over the model's context
+    │   └── PayloadTooLarge       encoded message is over what the broker carries
+    ├── Overloaded                a bounded queue is full; carries `retry_after_s`
+    ├── Undecodable               bytes that are no message of the expected kind
+    ├── RequestEnded              what a waiting caller gets instead of tokens
+    │   ├── RequestFailed         ended with a failed reply; carries the reply's code
+    │   ├── RequestCancelled      ended because somebody cancelled it
+    │   └── DeadlineExceeded      its deadline passed before it was done
+    ├── BusError                  the broker or the way to it
+    │   ├── BrokerUnavailable     no connection, or no answer in time (the outcome is unknown: send again, same id)
+    │   ├── StreamMissing         the stream or consumer is not there (yet, or any more)
+    │   ├── StreamFull            the stream refuses new messages
+    │   ├── SequenceConflict      a compare-and-set lost: somebody else wrote first
+    │   ├── NotPermitted          the broker's permissions forbid it
+    │   └── BusRejected           any other refusal; the broker's own words are in the text
+    ├── WorkerError
+    │   ├── NoWorker              nobody alive can take it now
+    │   ├── EngineDead            the engine will not come back in this process
+    │   ├── EngineRefused         the engine says the request is wrong
+    │   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, stale, malformed)
+    │   └── PullFailed            the KV cache could not be pulled: prefill afresh
+    └── SetupError                an option, a file or an installation is wrong; the text says what to do
+"""
+
+from typing import ClassVar
+
+
+class JetwakeError(Exception):
+    """Root of the tree. `code` never changes once released; the text may."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+
+class RequestRefused(JetwakeError):
+    code = "refused"
+
+
+class InvalidRequest(RequestRefused):
+    code = "invalid_request"
+
+
+class UnknownModel(RequestRefused):
+    code = "unknown_model"
+
+
+class PromptTooLong(RequestRefused):
+    code = "prompt_too_long"
+
+
+class PayloadTooLarge(RequestRefused):
+    code = "payload_too_large"
+
+
+class Overloaded(JetwakeError):
+    code = "overloaded"
+    retryable = True
+
+    def __init__(self, text: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class Undecodable(JetwakeError):
+    code = "undecodable"
+
+
+class RequestEnded(JetwakeError):
+    code = "ended"
+
+
+class RequestFailed(RequestEnded):
+    code = "failed"
+
+    def __init__(self, text: str, reply_code: str) -> None:
+        super().__init__(text)
+        self.reply_code = reply_code
+
+
+class RequestCancelled(RequestEnded):
+    code = "cancelled"
+
+
+class DeadlineExceeded(RequestEnded):
+    code = "deadline_exceeded"
+
+
+class BusError(JetwakeError):
+    code = "bus"
+
+
+class BrokerUnavailable(BusError):
+    code = "broker_unavailable"
+    retryable = True
+
+
+class StreamMissing(BusError):
+    code = "stream_missing"
+    retryable = True
+
+
+class StreamFull(BusError):
+    code = "stream_full"
+    retryable = True
+
+
+class SequenceConflict(BusError):
+    code = "sequence_conflict"
+
+
+class NotPermitted(BusError):
+    code = "not_permitted"
+
+
+class BusRejected(BusError):
+    code = "bus_rejected"
+
+
+class WorkerError(JetwakeError):
+    code = "worker"
+
+
+class NoWorker(WorkerError):
+    code = "no_worker"
+    retryable = True
+
+
+class EngineDead(WorkerError):
+    code = "engine_dead"
+    retryable = True
+
+
+class EngineRefused(WorkerError):
+    code = "engine_refused"
+
+
+class HandoffRefused(WorkerError):
+    code = "handoff_refused"
+    retryable = True
+
+
+class PullFailed(WorkerError):
+    code = "pull_failed"
+    retryable = True
+
+
+class SetupError(JetwakeError):
+    code = "setup"

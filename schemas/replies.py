@@ -1,0 +1,102 @@
+"""Read by whoever waits for an answer, from `jw.replies.<gateway>.<request>` and `jw.results.<model>.<gateway>.<request>`.
+
+Token chunks are numbered by token offset and carry the attempt; a reader takes the highest attempt seen and drops offsets
+it already has. Exactly one terminal ends a request; it repeats all token ids, so that completeness never rests on chunks.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .codec import Message
+from .requests import SafeToken, TokenBytes
+
+
+class PositionLogprobs(Message):
+    """Log probabilities at one output position. Parallel lists; entry 0 is the drawn token, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+class TokenChunk(Message):
+    """`tokens` start at output offset `offset`. `logprobs` is empty or has one entry per token."""
+
+    type: Literal["chunk"] = "chunk"
+    request_id: SafeToken
+    attempt: int = Field(ge=1)
+    offset: int = Field(ge=0)
+    tokens: TokenBytes
+    logprobs: list[PositionLogprobs] = []
+
+
+class Terminal(Message):
+    """What every ending says. `tokens` are all output tokens known at the end."""
+
+    request_id: SafeToken
+    model: str = ""
+    attempt: int = Field(ge=1)
+    tokens: TokenBytes = b""
+    logprobs: list[PositionLogprobs] = []
+    prompt_length_tokens: int = 0
+    cached_tokens: int = Field(default=0, description="prompt tokens found in the cache of the worker that prefilled")
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    kv_bytes: int = Field(default=0, description="bytes of KV cache moved through NIXL for this request")
+    ended_ns: int = 0
+
+
+class Finished(Terminal):
+    """`stop_reason`: the stop string, or the stop token's id as text, when that is what ended it."""
+
+    type: Literal["finished"] = "finished"
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str = ""
+
+
+class Failed(Terminal):
+    """`code` is that of an error in `schemas.errors`; `text` says what to do."""
+
+    type: Literal["failed"] = "failed"
+    code: str
+    text: str
+
+
+class Cancelled(Terminal):
+    type: Literal["cancelled"] = "cancelled"
+
+
+class Expired(Terminal):
+    """The deadline passed; `phase` is where that was noticed."""
+
+    type: Literal["expired"] = "expired"
+    phase: str = ""
+
+
+AnyTerminal = Annotated[Finished | Failed | Cancelled | Expired, Field(discriminator="type")]
+Reply = Annotated[TokenChunk | Finished | Failed | Cancelled | Expired, Field(discriminator="type")]
+
+
+class CancelRequest(Message):
+    """On `jw.cancel.<request>`: whoever holds this request ends it."""
+
+    type: Literal["cancel"] = "cancel"
+    request_id: SafeToken
+    reason: str = ""
+
+
+class DeadLetter(Message):
+    """On `jw.dead.<stage>`: what could not be processed, with the bytes as they came."""
+
+    type: Literal["dead_letter"] = "dead_letter"
+    stage: SafeToken
+    subject: str
+    code: str
+    text: str
+    payload: bytes
+    request_id: str = ""
+    attempts: int = 0
+    deliveries: int = 0
+    worker: str = ""
+    dead_ns: int = 0

@@ -1,0 +1,95 @@
+"""Every stream, consumer and bucket as frozen data. `pipeline.topology` brings a broker to this state; nothing else declares any.
+
+Sizes are defaults for one laptop; `TopologySettings` overrides those an operator sizes.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+DUPLICATE_WINDOW_S = 120
+ACK_WAIT_S = 10
+"""How long a worker may be silent about a message it holds; it reports every third of this."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """One JetStream stream. Sizes in messages and bytes, ages in seconds; 0 or -1 as NATS has them (no limit)."""
+
+    name: str
+    subjects: tuple[str, ...]
+    retention: Literal["workqueue", "limits"]
+    storage: Literal["file", "memory"]
+    discard: Literal["new", "old"]
+    max_messages: int = -1
+    max_bytes: int = -1
+    max_age_s: float = 0
+    max_messages_per_subject: int = -1
+    discard_new_per_subject: bool = False
+    duplicate_window_s: float = DUPLICATE_WINDOW_S
+    allow_direct: bool = False
+    no_ack: bool = False
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class ConsumerSpec:
+    """One durable pull consumer. `inactive_threshold_s` 0: it stays for ever."""
+
+    stream: str
+    durable: str
+    filter_subject: str
+    ack_wait_s: float = ACK_WAIT_S
+    max_ack_pending: int = 1024
+    inactive_threshold_s: float = 0
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """One key-value bucket. `marker_ttl_s`: expiries are told to watchers, and the mark kept this long."""
+
+    name: str
+    storage: Literal["file", "memory"]
+    marker_ttl_s: float = 0
+    max_bytes: int = 64 * 1024 * 1024
+    replicas: int = 1
+
+
+REQUESTS = StreamSpec("JW_REQUESTS", ("jw.requests.*.*",), "workqueue", "file", "new", max_messages=20_000, max_bytes=4 << 30)
+PREFILL = StreamSpec(
+    "JW_PREFILL", ("jw.prefill.*",), "workqueue", "file", "new", max_messages_per_subject=256, discard_new_per_subject=True
+)
+HANDOFF = StreamSpec("JW_HANDOFF", ("jw.handoff.*",), "workqueue", "file", "new", max_messages=50_000, max_bytes=4 << 30)
+REPLIES = StreamSpec(
+    "JW_REPLIES", ("jw.replies.*.*",), "limits", "memory", "old", max_bytes=256 << 20, max_age_s=300, allow_direct=True, no_ack=True
+)
+RESULTS = StreamSpec("JW_RESULTS", ("jw.results.*.*.*",), "limits", "file", "old", max_bytes=4 << 30, max_age_s=86_400, allow_direct=True)
+CANCEL = StreamSpec("JW_CANCEL", ("jw.cancel.*",), "limits", "memory", "old", max_bytes=64 << 20, max_age_s=900, allow_direct=True)
+DEAD = StreamSpec("JW_DEAD", ("jw.dead.*",), "limits", "file", "old", max_bytes=1 << 30, max_age_s=7 * 86_400, allow_direct=True)
+
+STREAMS = (REQUESTS, PREFILL, HANDOFF, REPLIES, RESULTS, CANCEL, DEAD)
+
+WORKERS_BUCKET = BucketSpec("jw_workers", "memory", marker_ttl_s=5)
+MODELS_BUCKET = BucketSpec("jw_models", "file")
+BUCKETS = (WORKERS_BUCKET, MODELS_BUCKET)
+
+
+def router_consumer(priority_class: str) -> ConsumerSpec:
+    """Shared by all routers: one durable for each priority class."""
+    return ConsumerSpec(REQUESTS.name, f"router-{priority_class}", f"jw.requests.*.{priority_class}")
+
+
+ROUTER_CONSUMERS = (router_consumer("interactive"), router_consumer("batch"))
+
+
+def prefill_consumer(lane: str) -> ConsumerSpec:
+    """One durable for each incarnation of a worker."""
+    return ConsumerSpec(PREFILL.name, lane, f"jw.prefill.{lane}", inactive_threshold_s=300)
+
+
+def decode_consumer(pool: str) -> ConsumerSpec:
+    """Shared by the decode workers of a pool."""
+    return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}")
+
+
+def with_limits(spec: StreamSpec, max_messages: int, max_bytes: int, replicas: int) -> StreamSpec:
+    return replace(spec, max_messages=max_messages, max_bytes=max_bytes, replicas=replicas)

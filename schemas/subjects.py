@@ -1,0 +1,80 @@
+"""Every subject, durable name, bucket key and header, spelled once. Names from outside pass `model_token` or `SafeToken` first."""
+
+import hashlib
+import re
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+REQUEST_ID_HEADER = "Jw-Request"
+"""`<model token>.<gateway>.<request id>`: whom to tell when a message cannot even be decoded."""
+TRACE_HEADER = "traceparent"
+MESSAGE_ID_HEADER = "Nats-Msg-Id"
+EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER = "Nats-Expected-Last-Subject-Sequence"
+
+
+def model_token(model: str) -> str:
+    """A model name as one subject token: itself when safe, else made safe and followed by a digest so that no two names meet."""
+    safe = _UNSAFE.sub("_", model)
+    if safe == model and len(model) <= 80:
+        return model
+    return f"{safe[:64]}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+def requests(model: str, priority_class: str) -> str:
+    return f"jw.requests.{model_token(model)}.{priority_class}"
+
+
+def requests_of_class(priority_class: str) -> str:
+    return f"jw.requests.*.{priority_class}"
+
+
+def prefill(lane: str) -> str:
+    """`lane` is `<worker>-<incarnation>`."""
+    return f"jw.prefill.{lane}"
+
+
+def handoff(pool: str) -> str:
+    return f"jw.handoff.{pool}"
+
+
+def reply(gateway: str, request_id: str) -> str:
+    return f"jw.replies.{gateway}.{request_id}"
+
+
+def replies_of(gateway: str) -> str:
+    return f"jw.replies.{gateway}.>"
+
+
+def result(model: str, gateway: str, request_id: str) -> str:
+    return f"jw.results.{model_token(model)}.{gateway}.{request_id}"
+
+
+def cancel(request_id: str) -> str:
+    return f"jw.cancel.{request_id}"
+
+
+CANCELS = "jw.cancel.>"
+
+
+def dead(stage: str) -> str:
+    return f"jw.dead.{stage}"
+
+
+def load(worker: str) -> str:
+    return f"jw.load.{worker}"
+
+
+LOADS = "jw.load.*"
+
+
+def release(lane: str) -> str:
+    return f"jw.release.{lane}"
+
+
+def message_id(request_id: str, stage: str, attempt: int) -> str:
+    """The id that makes one publish of one stage of one attempt idempotent."""
+    return f"{request_id}:{stage}:{attempt}"
+
+
+def last_token(subject: str) -> str:
+    return subject.rsplit(".", 1)[-1]
