@@ -16,7 +16,7 @@ beyond `pull_timeout_s`); blocks held for a dead peer are freed when their lease
 own processes die, every call in hand and every later one raises EngineDead.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, leg: Leg) -> AsyncIterator[EngineOutput]:
+    def generate(self, leg: Leg) -> AsyncGenerator[EngineOutput, None]:
         """Generate the answer, with the cache pulled from `leg.kv` or computed here.
 
         Closing the iterator (or cancelling its task) aborts the leg; its blocks are freed once no transfer can write to them.

@@ -1,31 +1,31 @@
 """The one error tree. Every error has a stable `code` for machines and says whether trying again can help (`retryable`).
 
-    JetwakeError
-    ├── RequestRefused            the caller must change the request
-    │   ├── InvalidRequest        a field is wrong; the text names it and the limit
-    │   ├── UnknownModel          no worker ever announced this model
-    │   ├── PromptTooLong         prompt plus max_tokens is over the model's context
-    │   └── PayloadTooLarge       encoded message is over what the broker carries
-    ├── Overloaded                a bounded queue is full; carries `retry_after_s`
-    ├── Undecodable               bytes that are no message of the expected kind
-    ├── RequestEnded              what a waiting caller gets instead of tokens
-    │   ├── RequestFailed         ended with a failed reply; carries the reply's code
-    │   ├── RequestCancelled      ended because somebody cancelled it
-    │   └── DeadlineExceeded      its deadline passed before it was done
-    ├── BusError                  the broker or the way to it
-    │   ├── BrokerUnavailable     no connection, or no answer in time (the outcome is unknown: send again, same id)
-    │   ├── StreamMissing         the stream or consumer is not there (yet, or any more)
-    │   ├── StreamFull            the stream refuses new messages
-    │   ├── SequenceConflict      a compare-and-set lost: somebody else wrote first
-    │   ├── NotPermitted          the broker's permissions forbid it
-    │   └── BusRejected           any other refusal; the broker's own words are in the text
-    ├── WorkerError
-    │   ├── NoWorker              nobody alive can take it now
-    │   ├── EngineDead            the engine will not come back in this process
-    │   ├── EngineRefused         the engine says the request is wrong
-    │   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, stale, malformed)
-    │   └── PullFailed            the KV cache could not be pulled: prefill afresh
-    └── SetupError                an option, a file or an installation is wrong; the text says what to do
+JetwakeError
+├── RequestRefused            the caller must change the request
+│   ├── InvalidRequest        a field is wrong; the text names it and the limit
+│   ├── UnknownModel          no worker ever announced this model
+│   ├── PromptTooLong         prompt plus max_tokens is over the model's context
+│   └── PayloadTooLarge       encoded message is over what the broker carries
+├── Overloaded                a bounded queue is full; carries `retry_after_s`
+├── Undecodable               bytes that are no message of the expected kind
+├── RequestEnded              what a waiting caller gets instead of tokens
+│   ├── RequestFailed         ended with a failed reply; carries the reply's code
+│   ├── RequestCancelled      ended because somebody cancelled it
+│   └── DeadlineExceeded      its deadline passed before it was done
+├── BusError                  the broker or the way to it
+│   ├── BrokerUnavailable     no connection, or no answer in time (the outcome is unknown: send again, same id)
+│   ├── StreamMissing         the stream or consumer is not there (yet, or any more)
+│   ├── StreamFull            the stream refuses new messages
+│   ├── SequenceConflict      a compare-and-set lost: somebody else wrote first
+│   ├── NotPermitted          the broker's permissions forbid it
+│   └── BusRejected           any other refusal; the broker's own words are in the text
+├── WorkerError
+│   ├── NoWorker              nobody alive can take it now
+│   ├── EngineDead            the engine will not come back in this process
+│   ├── EngineRefused         the engine says the request is wrong
+│   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, stale, malformed)
+│   └── PullFailed            the KV cache could not be pulled: prefill afresh
+└── SetupError                an option, a file or an installation is wrong; the text says what to do
 """
 
 from typing import ClassVar

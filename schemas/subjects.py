@@ -76,5 +76,10 @@ def message_id(request_id: str, stage: str, attempt: int) -> str:
     return f"{request_id}:{stage}:{attempt}"
 
 
+def reply_target(model: str, gateway: str, request_id: str) -> str:
+    """The value of REQUEST_ID_HEADER."""
+    return f"{model_token(model)}.{gateway}.{request_id}"
+
+
 def last_token(subject: str) -> str:
     return subject.rsplit(".", 1)[-1]

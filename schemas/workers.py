@@ -66,6 +66,7 @@ class WorkerCard(Message):
     engine_id: str = ""
     side_channel_host: str = ""
     side_channel_port: int = 0
+    peers: list[str] = Field(default=[], description="lanes this worker has finished its NIXL handshake with")
     pid: int = 0
     started_ns: int = 0
 

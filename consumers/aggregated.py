@@ -1,0 +1,62 @@
+"""The aggregated worker's loop: both legs in one engine. The baseline that every measurement of disaggregation is compared with.
+
+Reads `jw.prefill.<worker>-<incarnation>`; writes token chunks and one terminal.
+"""
+
+from contextlib import aclosing
+
+from ..pipeline.consume import Delivery
+from ..pipeline.endings import Endings
+from ..pipeline.in_flight import InFlight
+from ..pipeline.publish import Publisher
+from ..pipeline.terminals import Terminals
+from ..schemas.errors import JetwakeError, RequestEnded
+from ..schemas.prefill import PrefillJob
+from ..schemas.requests import InferenceRequest
+from ..schemas.workers import WorkerCard
+from .answer import Answer
+from .engine import Engine
+from .legs import leg_of
+from .workload import Workload
+
+
+class AggregatedConsumer:
+    def __init__(
+        self,
+        engine: Engine,
+        card: WorkerCard,
+        *,
+        publisher: Publisher,
+        terminals: Terminals,
+        in_flight: InFlight,
+        work: Workload,
+    ) -> None:
+        self._engine = engine
+        self._card = card
+        self._publisher = publisher
+        self._terminals = terminals
+        self._in_flight = in_flight
+        self._endings = Endings(publisher, terminals)
+        self._work = work
+
+    def room(self) -> int:
+        return self._work.free_slots()
+
+    async def handle(self, delivery: Delivery[PrefillJob]) -> None:
+        request = delivery.message.request
+        answer = Answer(self._publisher, request)
+        async with self._work.holding(request):
+            try:
+                async with self._in_flight.guard(request, "generation"):
+                    await self._generate(request, answer)
+                await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker))
+            except RequestEnded as ending:
+                await self._endings.ended_early(request, ending)
+
+    async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
+        await self._endings.failed(delivery.message.request, error)
+
+    async def _generate(self, request: InferenceRequest, answer: Answer) -> None:
+        async with aclosing(self._engine.generate(leg_of(request))) as outputs:
+            async for output in outputs:
+                await answer.add(output)

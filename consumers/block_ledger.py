@@ -1,0 +1,50 @@
+"""The decode worker's promise book: it claims only handoffs whose whole KV cache fits, so that no two wait for each other's blocks."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..schemas.errors import HandoffRefused
+
+
+class BlockLedger:
+    """Blocks promised to the requests in hand, so that only what fits is claimed. `need` of a request: prompt plus max_tokens.
+
+    What the next handoff needs is known only once it is claimed; `claimable` assumes the largest recent one. One that does
+    not fit after all waits here, and nothing more is claimed meanwhile.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity_blocks = capacity_blocks
+        self._promised_blocks = 0
+        self._waiting = 0
+        self._recent_needs: deque[int] = deque([1], maxlen=64)
+        self._freed = asyncio.Condition()
+
+    def claimable(self) -> int:
+        """Pure: how many more handoffs may be claimed now."""
+        if self._waiting:
+            return 0
+        free_blocks = self._capacity_blocks - self._promised_blocks
+        return free_blocks // max(self._recent_needs)
+
+    @asynccontextmanager
+    async def reserve(self, need_blocks: int) -> AsyncIterator[None]:
+        """Holds `need_blocks` blocks. Raises HandoffRefused for what can never fit."""
+        if need_blocks > self._capacity_blocks:
+            raise HandoffRefused(f"needs {need_blocks} KV blocks, this worker has {self._capacity_blocks}")
+        self._recent_needs.append(need_blocks)
+        async with self._freed:
+            self._waiting += 1
+            try:
+                await self._freed.wait_for(lambda: self._promised_blocks + need_blocks <= self._capacity_blocks)
+            finally:
+                self._waiting -= 1
+            self._promised_blocks += need_blocks
+        try:
+            yield
+        finally:
+            self._promised_blocks -= need_blocks
+            async with self._freed:
+                self._freed.notify_all()

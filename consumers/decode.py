@@ -1,0 +1,116 @@
+"""The decode worker's loop: claim a handoff when it fits, pull its KV cache, stream the tokens, end the request.
+
+Reads `jw.handoff.<pool>`; writes token chunks, one terminal, or the request again with a higher attempt. Promises: a KV reference
+is pulled at most once (a second delivery, a stale or a failed one leads to a fresh prefill), and its blocks are released
+whenever they are not pulled.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+
+from ..pipeline.clock import ServerClock
+from ..pipeline.consume import Delivery
+from ..pipeline.endings import Endings
+from ..pipeline.in_flight import InFlight
+from ..pipeline.publish import Publisher
+from ..pipeline.terminals import Terminals
+from ..schemas import subjects
+from ..schemas.blocks import block_count
+from ..schemas.decode import KvHandoff
+from ..schemas.errors import HandoffRefused, JetwakeError, PullFailed, RequestEnded
+from ..schemas.prefill import ReleaseKv
+from ..schemas.tokens import token_count
+from ..schemas.workers import WorkerCard
+from .answer import Answer
+from .block_ledger import BlockLedger
+from .engine import Engine, EngineInfo
+from .legs import leg_of
+from .workload import Workload
+
+
+class DecodeConsumer:
+    """`alive` gives the live worker cards: a handoff from an incarnation that is gone is not worth a pull."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        card: WorkerCard,
+        *,
+        publisher: Publisher,
+        terminals: Terminals,
+        clock: ServerClock,
+        in_flight: InFlight,
+        work: Workload,
+        alive: Callable[[], Mapping[str, WorkerCard]],
+    ) -> None:
+        self._work = work
+        self._engine = engine
+        self._info = info
+        self._card = card
+        self._publisher = publisher
+        self._terminals = terminals
+        self._clock = clock
+        self._in_flight = in_flight
+        self._alive = alive
+        self._endings = Endings(publisher, terminals)
+        self._ledger = BlockLedger(info.capacity_blocks)
+
+    def room(self) -> int:
+        return min(self._ledger.claimable(), self._work.free_slots())
+
+    async def handle(self, delivery: Delivery[KvHandoff]) -> None:
+        handoff = delivery.message
+        request = handoff.request
+        answer = Answer(self._publisher, request, already_sent=token_count(handoff.first_tokens))
+        async with self._work.holding(request):
+            try:
+                async with self._in_flight.guard(request, "decode"):
+                    self._validate(delivery)
+                    async with self._ledger.reserve(self._need_blocks(handoff)):
+                        await self._generate(handoff, answer)
+                await self._terminals.end(request, answer.finished(handoff.prefill_worker, self._card.worker))
+            except RequestEnded as ending:
+                await self._release(handoff, answer, str(ending))
+                await self._endings.ended_early(request, ending)
+            except (PullFailed, HandoffRefused) as error:
+                await self._release(handoff, answer, str(error))
+                await self._endings.again(request, error)
+
+    async def fail(self, delivery: Delivery[KvHandoff], error: JetwakeError) -> None:
+        handoff = delivery.message
+        await self._order_release(handoff, str(error))
+        await self._endings.failed(handoff.request, error)
+
+    async def _generate(self, handoff: KvHandoff, answer: Answer) -> None:
+        leg = leg_of(handoff.request, kv=handoff.kv, forced_tokens=handoff.first_tokens)
+        async with aclosing(self._engine.generate(leg)) as outputs:
+            async for output in outputs:
+                await answer.add(output)
+
+    def _validate(self, delivery: Delivery[KvHandoff]) -> None:
+        """Raises HandoffRefused for a handoff that must not be pulled. The engine checks the block list itself."""
+        handoff = delivery.message
+        if delivery.deliveries > 1:
+            raise HandoffRefused("this handoff was delivered before: its blocks may be pulled or reused already")
+        if self._clock.now_ns() >= handoff.hold_until_ns:
+            raise HandoffRefused("the prefill worker no longer keeps these blocks")
+        owner = self._alive().get(handoff.prefill_worker)
+        if owner is None or owner.incarnation != handoff.prefill_incarnation:
+            raise HandoffRefused(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
+        if owner.compatibility != self._card.compatibility:
+            raise HandoffRefused(f"prefill worker {handoff.prefill_worker} is not compatible with {self._card.worker}")
+
+    def _need_blocks(self, handoff: KvHandoff) -> int:
+        request = handoff.request
+        tokens = min(request.prompt_length_tokens + request.sampling.max_tokens, self._info.model.max_model_len_tokens)
+        return block_count(tokens, handoff.kv.block_size_tokens)
+
+    async def _release(self, handoff: KvHandoff, answer: Answer, reason: str) -> None:
+        """Tell the prefill worker that nobody will pull, unless the first output already shows that it was pulled."""
+        if answer.last is None:
+            await self._order_release(handoff, reason)
+
+    async def _order_release(self, handoff: KvHandoff, reason: str) -> None:
+        order = ReleaseKv(request_id=handoff.request.request_id, engine_request_id=handoff.kv.engine_request_id, reason=reason[:200])
+        await self._publisher.send(subjects.release(f"{handoff.prefill_worker}-{handoff.prefill_incarnation}"), order)

@@ -1,0 +1,67 @@
+"""What runs in each process of a vLLM engine before the engine itself (entry point `vllm.general_plugins`).
+
+Reads two environment variables that a Jetwake worker sets, and does nothing without them. Promises that an engine process dies with
+the process that started it, even when that one is killed, and that NIXL's progress thread sleeps between polls instead of taking
+a whole core.
+"""
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+OWNER_VARIABLE = "JETWAKE_ENGINE_OWNER"
+"""Process id of the worker that owns the engine."""
+PROGRESS_DELAY_VARIABLE = "JETWAKE_NIXL_PROGRESS_DELAY_US"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM in the worker's own process too, which is left alone."""
+    owner = os.environ.get(OWNER_VARIABLE, "")
+    if not owner or os.getpid() == int(owner):
+        return
+    die_with_parent()
+    slow_down_progress_thread(int(os.environ.get(PROGRESS_DELAY_VARIABLE, "0")))
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent ends; a parent that ended before is noticed by the second test."""
+    if sys.platform != "linux":
+        return
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent.pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow_down_progress_thread(delay_us: int) -> None:
+    """NIXL's Python wrapper fixes the pause between polls at 0 and offers no setting, so the finished config is changed on its way."""
+    try:
+        wrapper = importlib.import_module("nixl._api")
+    except ImportError:
+        return  # The engine itself says best that NIXL is missing.
+    module: Any = sys.modules[wrapper.nixl_agent.__module__]
+    binding = module.nixlBind
+    make_agent = binding.nixlAgent
+
+    def make_tamed_agent(name: str, config: Any) -> Any:
+        config.pthrDelay = delay_us
+        return make_agent(name, config)
+
+    module.nixlBind = _Replaced(binding, nixlAgent=make_tamed_agent)
+
+
+class _Replaced:
+    """A module with some names replaced, for one importer only."""
+
+    def __init__(self, original: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)

@@ -1,0 +1,114 @@
+"""The prefill worker's handed-off blocks: counted, their leases renewed while nobody has pulled them, freed when nobody will.
+
+Reads the engine's own list of held blocks (the truth: what is not in it any more was pulled or freed) and
+`jw.release.<worker>-<incarnation>`. A decode engine renews only what it already schedules, so a handoff that waits in the queue
+lives by this loop alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ..pipeline.clock import ServerClock
+from ..pipeline.connection import Bus, RawMessage
+from ..pipeline.endings import Endings
+from ..pipeline.in_flight import InFlight
+from ..schemas import subjects
+from ..schemas.codec import decode
+from ..schemas.decode import KvHandoff
+from ..schemas.errors import RequestCancelled, Undecodable
+from ..schemas.prefill import ReleaseKv
+from ..schemas.requests import InferenceRequest
+from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""How often the engine is asked while anything is held: bounds how late back-pressure and cancels notice."""
+
+
+class HeldHandoffs:
+    def __init__(self, engine: Engine, clock: ServerClock, in_flight: InFlight, endings: Endings, lease_s: float) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._in_flight = in_flight
+        self._endings = endings
+        self._lease_s = lease_s
+        self._held: dict[str, KvHandoff] = {}
+        self._orders: asyncio.Queue[str] = asyncio.Queue()
+        self._something = asyncio.Event()
+        self.blocks = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def listen(self, bus: Bus, lane: str) -> None:
+        await bus.subscribe(subjects.release(lane), self._on_release)
+
+    def add(self, handoff: KvHandoff) -> None:
+        self._held[handoff.kv.engine_request_id] = handoff
+        self.blocks += handoff.kv.held_blocks
+        self._something.set()
+
+    async def release(self, engine_request_id: str) -> None:
+        """Free these blocks now. Unknown ids are ignored: they were pulled in the meantime."""
+        await self._engine.release([engine_request_id])
+        self._drop(engine_request_id)
+
+    async def run(self) -> None:
+        """Renews, releases and counts until cancelled. Raises EngineDead."""
+        while True:
+            await self._something.wait()
+            await self._one_round()
+            if not self._held and self._orders.empty():
+                self._something.clear()
+            else:
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next round is due, or an order to release arrives."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                self._orders.put_nowait(await self._orders.get())
+        except TimeoutError:
+            return
+
+    async def _one_round(self) -> None:
+        while not self._orders.empty():
+            await self.release(self._orders.get_nowait())
+        still_held = await self._engine.held()
+        now_ns = self._clock.now_ns()
+        due: list[str] = []
+        for engine_request_id, handoff in list(self._held.items()):
+            held = still_held.get(engine_request_id)
+            if held is None:
+                self._drop(engine_request_id)
+            elif self._in_flight.is_cancelled(handoff.request.request_id):
+                await self._cancel(handoff.request, engine_request_id)
+            elif now_ns >= handoff.hold_until_ns:
+                await self.release(engine_request_id)
+            elif held.lease_remaining_s < self._lease_s * 2 / 3:
+                due.append(engine_request_id)
+        if due:
+            await self._engine.extend(due, self._lease_s)
+
+    async def _cancel(self, request: InferenceRequest, engine_request_id: str) -> None:
+        """Between the two legs nobody else may hold the request: free the blocks and end it here. The first terminal wins."""
+        await self.release(engine_request_id)
+        await self._endings.ended_early(request, RequestCancelled("cancelled while its handoff waited"))
+
+    def _drop(self, engine_request_id: str) -> None:
+        handoff = self._held.pop(engine_request_id, None)
+        if handoff is not None:
+            self.blocks -= handoff.kv.held_blocks
+            self.on_change()
+
+    def _on_release(self, message: RawMessage) -> None:
+        try:
+            order = decode(message.data, ReleaseKv)
+        except Undecodable as error:
+            log.warning("a release order that cannot be read: %s", error)
+            return
+        self._orders.put_nowait(order.engine_request_id)
+        self._something.set()

@@ -1,0 +1,126 @@
+"""The prefill worker's loop: a job from this worker's queue in, first token to the client, handoff to the decode pool out.
+
+Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>`; writes chunk 0, `jw.handoff.<pool>` or a
+terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
+"""
+
+from dataclasses import dataclass
+
+from ..pipeline.clock import ServerClock
+from ..pipeline.consume import Delivery
+from ..pipeline.endings import Endings
+from ..pipeline.in_flight import InFlight
+from ..pipeline.publish import Publisher
+from ..pipeline.terminals import Terminals
+from ..schemas import subjects
+from ..schemas.decode import KvHandoff, KvReference
+from ..schemas.errors import JetwakeError, RequestEnded
+from ..schemas.prefill import PrefillJob
+from ..schemas.requests import InferenceRequest
+from ..schemas.workers import WorkerCard
+from .answer import Answer, finished
+from .engine import Engine, Prefilled
+from .leases import HeldHandoffs
+from .legs import leg_of
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """`held_blocks`: stop fetching while more blocks than this wait to be pulled. `hold_s`: how long a handoff may wait unclaimed."""
+
+    held_blocks: int
+    hold_s: float = 120.0
+
+
+class PrefillConsumer:
+    def __init__(
+        self,
+        engine: Engine,
+        card: WorkerCard,
+        limits: PrefillLimits,
+        *,
+        publisher: Publisher,
+        terminals: Terminals,
+        clock: ServerClock,
+        in_flight: InFlight,
+        held: HeldHandoffs,
+        work: Workload,
+    ) -> None:
+        self._engine = engine
+        self._card = card
+        self._limits = limits
+        self._publisher = publisher
+        self._terminals = terminals
+        self._clock = clock
+        self._in_flight = in_flight
+        self._held = held
+        self._endings = Endings(publisher, terminals)
+        self._work = work
+
+    def room(self) -> int:
+        """How many more jobs fit now: free slots, none while too many blocks wait to be pulled."""
+        if self._held.blocks >= self._limits.held_blocks:
+            return 0
+        return self._work.free_slots()
+
+    async def handle(self, delivery: Delivery[PrefillJob]) -> None:
+        request = delivery.message.request
+        async with self._work.holding(request):
+            try:
+                async with self._in_flight.guard(request, "prefill"):
+                    prefilled = await self._engine.prefill(leg_of(request))
+                await self._pass_on(request, prefilled)
+            except RequestEnded as ending:
+                await self._endings.ended_early(request, ending)
+
+    async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
+        await self._endings.failed(delivery.message.request, error)
+
+    async def _pass_on(self, request: InferenceRequest, prefilled: Prefilled) -> None:
+        await Answer(self._publisher, request).send(0, prefilled.first_tokens, prefilled.logprobs)
+        if prefilled.kv is not None:
+            await self._hand_off(request, prefilled, prefilled.kv)
+        elif prefilled.finish_reason is not None:
+            await self._terminals.end(
+                request,
+                finished(
+                    request,
+                    prefilled.first_tokens,
+                    prefilled.finish_reason,
+                    logprobs=prefilled.logprobs,
+                    stop_reason=prefilled.stop_reason,
+                    cached_tokens=prefilled.cached_tokens,
+                    prefill_worker=self._card.worker,
+                ),
+            )
+
+    async def _hand_off(self, request: InferenceRequest, prefilled: Prefilled, kv: KvReference) -> None:
+        now_ns = self._clock.now_ns()
+        hold_until_ns = now_ns + int(self._limits.hold_s * 1e9)
+        if request.deadline_ns:
+            hold_until_ns = min(hold_until_ns, request.deadline_ns)
+        handoff = KvHandoff(
+            request=request,
+            kv=kv,
+            prefill_worker=self._card.worker,
+            prefill_incarnation=self._card.incarnation,
+            first_tokens=prefilled.first_tokens,
+            first_logprobs=list(prefilled.logprobs),
+            hold_until_ns=hold_until_ns,
+            prefilled_ns=now_ns,
+        )
+        self._held.add(handoff)
+        try:
+            stored = await self._publisher.store(
+                subjects.handoff(self._card.pool),
+                handoff,
+                message_id=subjects.message_id(request.request_id, "handoff", request.attempt),
+                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+            )
+        except BaseException:  # nobody will ever pull what nobody was told of; also when this task is cancelled
+            await self._held.release(kv.engine_request_id)
+            raise
+        if stored.duplicate and not stored.resent:
+            # This job came twice and its first handoff is in the queue: the blocks of this second one have no reader.
+            await self._held.release(kv.engine_request_id)

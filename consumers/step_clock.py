@@ -1,0 +1,76 @@
+"""Lets simulated steps take their time: one step after the other, as on one accelerator, decoding sequences sharing each step.
+
+A step that takes no time costs one turn of the event loop. Steps shorter than the loop's timer are right on average: a busy
+clock counts from where the last step should have ended.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from .timing import Timing
+
+
+class StepClock:
+    """`run` is the engine's loop; it must run while anything waits. `used_fraction` tells the part of the KV cache in use."""
+
+    def __init__(self, timing: Timing, used_fraction: Callable[[], float]) -> None:
+        self._timing = timing
+        self._used_fraction = used_fraction
+        self._prefills: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._decodes: list[asyncio.Future[None]] = []
+        self._work = asyncio.Event()
+        self._ends_at = 0.0
+        self.last_step_at = 0.0
+
+    async def prefill(self, new_tokens: int, context_tokens: int) -> None:
+        seconds = self._timing.prefill_s(new_tokens, context_tokens)
+        if seconds <= 0:
+            self._note_step()
+            return
+        await self._wait(lambda done: self._prefills.append((seconds, done)))
+
+    async def decode(self) -> None:
+        if self._timing.decode_step_s(1, self._used_fraction()) <= 0:
+            self._note_step()
+            await asyncio.sleep(0)
+            return
+        await self._wait(self._decodes.append)
+
+    @property
+    def is_timed(self) -> bool:
+        return self._timing.decode_step_s(1, 1.0) > 0
+
+    async def run(self) -> None:
+        """One prefill, then one shared decode step, and so on: neither starves the other."""
+        while True:
+            if not self._prefills and not self._decodes:
+                self._work.clear()
+                await self._work.wait()
+                self._ends_at = 0.0
+            if self._prefills:
+                seconds, done = self._prefills.popleft()
+                await self._step(seconds, [done])
+            if self._decodes:
+                batch, self._decodes = self._decodes, []
+                await self._step(self._timing.decode_step_s(len(batch), self._used_fraction()), batch)
+
+    async def _wait(self, enter: Callable[[asyncio.Future[None]], None]) -> None:
+        done = asyncio.get_running_loop().create_future()
+        enter(done)
+        self._work.set()
+        await done
+
+    async def _step(self, seconds: float, batch: list[asyncio.Future[None]]) -> None:
+        """Members that were cancelled meanwhile are done already."""
+        now = asyncio.get_running_loop().time()
+        self._ends_at = (self._ends_at or now) + seconds
+        await asyncio.sleep(max(self._ends_at - now, 0))
+        self._note_step()
+        for done in batch:
+            if not done.done():
+                done.set_result(None)
+        await asyncio.sleep(0)  # the sequences draw their tokens and come back for the next step
+
+    def _note_step(self) -> None:
+        self.last_step_at = asyncio.get_running_loop().time()

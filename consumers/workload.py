@@ -1,0 +1,83 @@
+"""What a worker has in hand, counted in one place for all roles, and told to the routers several times a second.
+
+Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worker takes nothing more and its process ends.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from ..pipeline.publish import Publisher
+from ..schemas import subjects
+from ..schemas.errors import EngineDead
+from ..schemas.requests import InferenceRequest
+from ..schemas.workers import WorkerCard, WorkerLoad
+from .engine import Engine
+
+REPORT_EVERY_S = 0.1
+REPORT_AT_LEAST_EVERY_S = 1.0
+
+
+class Workload:
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self.fetched = self.finished = self.prompt_tokens = 0
+        self.engine_dead = asyncio.Event()
+
+    @property
+    def in_hand(self) -> int:
+        return self.fetched - self.finished
+
+    def free_slots(self) -> int:
+        return 0 if self.engine_dead.is_set() else self._slots - self.in_hand
+
+    @asynccontextmanager
+    async def holding(self, request: InferenceRequest) -> AsyncIterator[None]:
+        """Counts the request while its body runs, and notes when what ends the body is the engine's death."""
+        self.fetched += 1
+        self.prompt_tokens += request.prompt_length_tokens
+        try:
+            yield
+        except EngineDead:
+            self.engine_dead.set()
+            raise
+        finally:
+            self.finished += 1
+            self.prompt_tokens -= request.prompt_length_tokens
+
+
+class LoadReporter:
+    """`held` gives blocks and handoffs kept for decode workers (0, 0 elsewhere)."""
+
+    def __init__(self, publisher: Publisher, card: WorkerCard, work: Workload, engine: Engine, held: Callable[[], tuple[int, int]]) -> None:
+        self._publisher = publisher
+        self._card = card
+        self._work = work
+        self._engine = engine
+        self._held = held
+
+    def load(self) -> WorkerLoad:
+        held_blocks, held_handoffs = self._held()
+        return WorkerLoad(
+            worker=self._card.worker,
+            incarnation=self._card.incarnation,
+            fetched_requests=self._work.fetched,
+            finished_requests=self._work.finished,
+            running_requests=self._work.in_hand,
+            running_prompt_tokens=self._work.prompt_tokens,
+            used_blocks=self._engine.stats().used_blocks,
+            held_blocks=held_blocks,
+            held_handoffs=held_handoffs,
+            free_slots=self._work.free_slots(),
+        )
+
+    async def run(self) -> None:
+        """Tells the load when it changed, at most ten times a second, and once a second anyway, until cancelled."""
+        last, silent_s = None, 0.0
+        while True:
+            load = self.load()
+            if load != last or silent_s >= REPORT_AT_LEAST_EVERY_S:
+                await self._publisher.send(subjects.load(self._card.worker), load)
+                last, silent_s = load, 0.0
+            await asyncio.sleep(REPORT_EVERY_S)
+            silent_s += REPORT_EVERY_S

@@ -1,0 +1,324 @@
+"""The `jetwake` command. Reads options, calls the composition, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the request failed, 2 bad usage (an option, a file, the installation), 3 no broker. Nothing heavy is
+imported before the command that needs it runs.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from ..pipeline.settings import BrokerSettings, TopologySettings
+    from ..schemas.workers import Role
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_BROKER = 1, 2, 3
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Queue-first, disaggregated LLM inference."
+)
+model_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this installation.")
+app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
+
+NatsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--nats-url", envvar="JETWAKE_NATS_URL", help="An existing NATS server or cluster. Else: that of the running `jetwake up`."
+    ),
+]
+Credentials = Annotated[Path | None, typer.Option("--nats-credentials", envvar="JETWAKE_NATS_CREDENTIALS", help="Credentials file.")]
+TlsCa = Annotated[Path | None, typer.Option("--nats-tls-ca", envvar="JETWAKE_NATS_TLS_CA", help="CA certificate of the server.")]
+TlsCert = Annotated[Path | None, typer.Option("--nats-tls-cert", envvar="JETWAKE_NATS_TLS_CERT", help="Client certificate.")]
+TlsKey = Annotated[Path | None, typer.Option("--nats-tls-key", envvar="JETWAKE_NATS_TLS_KEY", help="Key of the client certificate.")]
+EngineKind = Annotated[str, typer.Option("--engine", help="vllm, or simulated (no model: for tests and scale).")]
+Model = Annotated[str, typer.Option("--model", help="demo, tiny (random weights), a folder, or a Hugging Face name.")]
+ServedName = Annotated[str, typer.Option("--served-model-name", help="The name requests use. Else: --model as given.")]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option("--engine-option", help="KEY=VALUE, any option of the engine: `--engine-option max_num_seqs=16`. Repeatable."),
+]
+Policy = Annotated[str, typer.Option("--policy", help="round_robin, random or least_loaded.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def main() -> None:
+    parent = os.environ.pop("JETWAKE_PARENT_PID", "")
+    if parent.isdigit():
+        die_with_parent(int(parent))
+    app()
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a command's coroutine; our errors become one line on standard error and an exit code."""
+    from ..schemas.errors import BusError, InvalidRequest, JetwakeError, SetupError, UnknownModel
+
+    try:
+        asyncio.run(body())
+    except JetwakeError as error:
+        code = EXIT_FAILED
+        if isinstance(error, BusError):
+            code = EXIT_NO_BROKER
+        elif isinstance(error, SetupError | InvalidRequest | UnknownModel):
+            code = EXIT_USAGE
+        print(f"jetwake: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+def broker_settings(url: str | None, credentials: Path | None, ca: Path | None, cert: Path | None, key: Path | None) -> "BrokerSettings":
+    """The broker named by options or environment, else that of the local system. Raises BrokerUnavailable when there is none."""
+    from ..pipeline.settings import BrokerSettings
+    from ..schemas.errors import BrokerUnavailable
+    from .local import running_url
+
+    url = url or running_url()
+    if url is None:
+        raise BrokerUnavailable("no broker: start `jetwake up` in another terminal, or name one with --nats-url")
+    return BrokerSettings(url=url, credentials_file=credentials, tls_ca_file=ca, tls_cert_file=cert, tls_key_file=key)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by SIGTERM or Ctrl-C: drain and leave."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def topology_settings() -> "TopologySettings":
+    from ..pipeline.settings import TopologySettings
+
+    return TopologySettings()
+
+
+def start_logging() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+@app.command()
+def router(
+    name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
+    policy: Policy = "least_loaded",
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Run one router: gives each request to a worker."""
+
+    async def body() -> None:
+        from .app import RouterSettings, run_router
+
+        start_logging()
+        broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
+        await run_router(RouterSettings(name=name, policy=policy), broker, topology_settings(), stop_on_signals())
+
+    run(body)
+
+
+def worker_command(role: "Role") -> Callable[..., None]:
+    def command(
+        name: Annotated[str, typer.Option(help="This worker's name, unique in the fleet.")] = f"{role}-1",
+        engine: EngineKind = "vllm",
+        model: Model = "demo",
+        served_model_name: ServedName = "",
+        engine_option: EngineOptions = None,
+        domain: Annotated[str, typer.Option(help="Where it stands (a rack, a host): told on its card.")] = "",
+        nats_url: NatsUrl = None,
+        credentials: Credentials = None,
+        tls_ca: TlsCa = None,
+        tls_cert: TlsCert = None,
+        tls_key: TlsKey = None,
+    ) -> None:
+        async def body() -> None:
+            from .app import WorkerSettings, run_worker
+            from .engines import make_engine, parse_engine_options
+
+            start_logging()
+            broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
+            made = make_engine(engine, model, served_model_name, parse_engine_options(engine_option or []))
+            settings = WorkerSettings(name=name, role=role, domain=domain)
+            await run_worker(settings, made, broker, topology_settings(), stop_on_signals())
+
+        run(body)
+
+    return command
+
+
+app.command("prefill", help="Run one prefill worker: fills KV caches and hands them on.")(worker_command("prefill"))
+app.command("decode", help="Run one decode worker: pulls KV caches and generates.")(worker_command("decode"))
+app.command("aggregated", help="Run one worker that does both: the baseline.")(worker_command("aggregated"))
+
+
+@app.command()
+def up(
+    engine: EngineKind = "vllm",
+    model: Model = "demo",
+    served_model_name: ServedName = "",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    aggregated: Annotated[int, typer.Option(min=0, help="Aggregated workers.")] = 0,
+    policy: Policy = "least_loaded",
+    engine_option: EngineOptions = None,
+    store: Annotated[Path | None, typer.Option(help="Folder of broker data and logs, kept. Else: a temporary one.")] = None,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Run a whole system on this machine; prints `ready` when a request would be served. Ctrl-C stops it."""
+
+    async def body() -> None:
+        from .local import local_system, run_local
+        from .startup_view import StartupView
+
+        broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key) if nats_url else None
+        system = local_system(engine, model, served_model_name, engine_option or [], policy, (prefill, decode, aggregated), store, broker)
+        with StartupView() as view:
+            await run_local(system, stop_on_signals(), view.ready, view.show)
+
+    run(body)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Argument()] = "What is the capital of France?",
+    engine: EngineKind = "vllm",
+    model: Model = "demo",
+) -> None:
+    """Start one prefill and one decode worker, ask one question, stop everything."""
+
+    async def body() -> None:
+        from .ask import ask_once, print_answer
+        from .local import local_system, run_local
+        from .startup_view import StartupView
+
+        stopping = stop_on_signals()
+        system = local_system(engine, model, "", [], "least_loaded", (1, 1, 0), None, None)
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        with StartupView(say_ready=False) as view:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_local(system, stopping, ready.set_result, view.show))
+                stopped = tasks.create_task(stopping.wait())
+                await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+                if ready.done():
+                    view.close()
+                    print(f"\n> {prompt}\n")
+                    print_answer(await ask_once(ready.result(), prompt, model, {"max_tokens": 64, "temperature": 0.0}, show=True))
+                stopping.set()
+
+    run(body)
+
+
+@app.command()
+def ask(
+    prompt: str,
+    model: Annotated[str | None, typer.Option(help="Which model, when there is more than one.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the model's chat template.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Deadline of the request.")] = 600.0,
+    as_json: AsJson = False,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Ask one question; the answer streams, then one line says how it was made."""
+
+    async def body() -> None:
+        from .ask import ask_once, print_answer, print_json
+
+        broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": stop or [],
+            "timeout_s": timeout_s,
+        }
+        answer = await ask_once(broker, prompt, model, options, raw=raw, show=not as_json)
+        print_json(answer) if as_json else print_answer(answer)
+
+    run(body)
+
+
+@app.command()
+def status(
+    as_json: AsJson = False,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Workers, queues and what is in flight."""
+
+    async def body() -> None:
+        from .status import print_status, read_status
+
+        print_status(await read_status(broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)), as_json)
+
+    run(body)
+
+
+@model_app.command("fetch")
+def model_fetch(name: Annotated[str, typer.Argument(help="demo, tiny, a folder, or a Hugging Face name.")] = "demo") -> None:
+    """Make a model ready on this machine and print where it is."""
+
+    async def body() -> None:
+        from .demo_model import fetch
+
+        print(fetch(name, report=lambda text: print(text, file=sys.stderr)))
+
+    run(body)
+
+
+@bench_app.command("overhead")
+def bench_overhead(
+    requests: Annotated[int, typer.Option(min=10, help="Sequential requests to measure.")] = 2000,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 1000,
+    fast: Annotated[bool, typer.Option("--fast", help="Broker without a file sync for each message.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the bus costs: submit to first token with a zero-time engine, beside the floor made with bare nats-py."""
+
+    async def body() -> None:
+        from .bench_overhead import measure_overhead, print_overhead
+
+        print_overhead(await measure_overhead(requests, prompt_tokens, sync_always=not fast), as_json)
+
+    run(body)
+
+
+@app.command()
+def schemas(folder: Annotated[Path, typer.Argument(help="Where to write one JSON Schema for each message.")]) -> None:
+    """Export the JSON Schemas of all messages."""
+
+    async def body() -> None:
+        from ..schemas.json_schema import export
+
+        export(folder)
+
+    run(body)
+
+
+if __name__ == "__main__":
+    main()

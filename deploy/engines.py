@@ -1,0 +1,56 @@
+"""From command line options to an engine: the one place that knows which engines there are. Heavy imports happen on choice only."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..consumers.engine import Engine
+from ..schemas.codec import first_complaint
+from ..schemas.errors import SetupError
+
+ENGINES = ("vllm", "simulated")
+
+
+def parse_engine_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """`key=value` pairs; a value is JSON where it reads as such, text otherwise. Raises SetupError."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise SetupError(f"--engine-option takes KEY=VALUE, not {pair!r}")
+        try:
+            options[key.replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key.replace("-", "_")] = value
+    return options
+
+
+def make_engine(kind: str, model: str, served_model_name: str, options: dict[str, Any]) -> Engine:
+    """Raises SetupError: an unknown engine or option, a missing extra, a model that is not there."""
+    try:
+        if kind == "simulated":
+            return _simulated(served_model_name or model, options)
+        if kind == "vllm":
+            return _vllm(model, served_model_name or model, options)
+    except ValidationError as error:
+        raise SetupError(f"engine option {first_complaint(error)}") from error
+    raise SetupError(f"no engine is called {kind!r}; there are {', '.join(ENGINES)}")
+
+
+def _simulated(served_model_name: str, options: dict[str, Any]) -> Engine:
+    from ..consumers.engine_simulated import SimulatedEngine, SimulatedSettings
+
+    return SimulatedEngine(SimulatedSettings(model=served_model_name, **options))
+
+
+def _vllm(model: str, served_model_name: str, options: dict[str, Any]) -> Engine:
+    from ..consumers.engine_vllm.engine import VllmEngine
+    from ..consumers.engine_vllm.settings import VllmSettings
+    from .demo_model import fetch
+
+    own = {key: value for key, value in options.items() if key in VllmSettings.model_fields}
+    engine_args = {key: value for key, value in options.items() if key not in VllmSettings.model_fields}
+    settings = VllmSettings(model=str(fetch(model)), served_model_name=served_model_name, engine_args=engine_args, **own)
+    return VllmEngine(settings)

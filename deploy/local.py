@@ -1,0 +1,188 @@
+"""`jetwake up`: a whole system on one machine, as supervised processes: broker, router, workers.
+
+Writes one small file that tells other commands where the broker is. Promises: `ready` is said when a request was really served
+from end to end; after the end no process and no lock is left.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from ..pipeline.settings import BrokerSettings
+from ..producers.client import Client
+from ..producers.policies import make_policy
+from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError
+from .engines import ENGINES, parse_engine_options
+from .nats_server import NatsServer
+from .supervisor import Child, Supervisor
+
+CANARY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class LocalSystem:
+    """What `up` starts. `engine_arguments` go to every worker's command line, `broker` None: an embedded one on a free port."""
+
+    model: str
+    policy: str
+    prefill: int
+    decode: int
+    aggregated: int
+    engine_arguments: Sequence[str]
+    broker: BrokerSettings | None = None
+    broker_arguments: Sequence[str] = ()
+    store: Path | None = None
+    grace_s: float = 40.0
+
+
+def local_system(
+    engine: str,
+    model: str,
+    served_model_name: str,
+    engine_options: Sequence[str],
+    policy: str,
+    counts: tuple[int, int, int],
+    store: Path | None,
+    broker: BrokerSettings | None,
+) -> LocalSystem:
+    """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for counts that can serve nothing.
+
+    Options that can be wrong are tried here, before any process starts.
+    """
+    prefill, decode, aggregated = counts
+    if bool(prefill) != bool(decode):
+        raise SetupError(f"{prefill} prefill and {decode} decode workers: each needs at least one of the other")
+    if not prefill and not aggregated:
+        raise SetupError("no workers: give --prefill and --decode, or --aggregated")
+    make_policy(policy)
+    parse_engine_options(engine_options)
+    if engine not in ENGINES:
+        raise SetupError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
+    arguments = ["--engine", engine, "--model", model, "--served-model-name", served_model_name or model]
+    for option in engine_options:
+        arguments += ["--engine-option", option]
+    return LocalSystem(
+        model=served_model_name or model,
+        policy=policy,
+        prefill=prefill,
+        decode=decode,
+        aggregated=aggregated,
+        engine_arguments=arguments,
+        broker=broker,
+        broker_arguments=broker_arguments(broker) if broker else (),
+        store=store,
+    )
+
+
+def broker_arguments(broker: BrokerSettings) -> list[str]:
+    """The options that give a child the same broker; its URL is passed on its own."""
+    files = {
+        "--nats-credentials": broker.credentials_file,
+        "--nats-tls-ca": broker.tls_ca_file,
+        "--nats-tls-cert": broker.tls_cert_file,
+        "--nats-tls-key": broker.tls_key_file,
+    }
+    return [word for option, path in files.items() if path is not None for word in (option, str(path))]
+
+
+def state_file() -> Path:
+    return Path(os.environ.get("JETWAKE_STATE_DIR") or platformdirs.user_state_dir("jetwake")) / "up.json"
+
+
+def running_url() -> str | None:
+    """The broker of the `jetwake up` that runs on this machine, or None."""
+    try:
+        state = json.loads(state_file().read_text())
+        os.kill(int(state["pid"]), 0)
+        return str(state["nats_url"])
+    except (FileNotFoundError, ProcessLookupError, ValueError, KeyError):
+        return None
+
+
+def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
+    """The processes of the system, routers first. Pure."""
+    connection = ["--nats-url", url, *system.broker_arguments]
+    children = [Child("router-1", ["router", "--name", "router-1", "--policy", system.policy, *connection], logs / "router-1.log")]
+    for role, count in (("prefill", system.prefill), ("decode", system.decode), ("aggregated", system.aggregated)):
+        for number in range(1, count + 1):
+            name = f"{role}-{number}"
+            children.append(Child(name, [role, "--name", name, *system.engine_arguments, *connection], logs / f"{name}.log"))
+    return children
+
+
+@asynccontextmanager
+async def locked_store(store: Path | None) -> AsyncIterator[Path]:
+    """The folder of broker data and logs; a temporary one when None. Raises SetupError when another system uses it."""
+    if store is None:
+        with tempfile.TemporaryDirectory(prefix="jetwake-") as folder:
+            yield Path(folder)
+        return
+    store.mkdir(parents=True, exist_ok=True)
+    with (store / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(f"another `jetwake up` uses {store}: stop it, or give this one another --store") from None
+        yield store
+
+
+async def run_local(
+    system: LocalSystem, stopping: asyncio.Event, on_ready: Callable[[str], None], on_change: Callable[[Sequence[Child]], None]
+) -> None:
+    """Runs the system until `stopping`. Raises SetupError when a part of it can never start."""
+    async with locked_store(system.store) as store, broker_of(system, store) as broker:
+        children = children_of(system, broker.url, store / "logs")
+        supervisor = Supervisor(children, system.grace_s, lambda: on_change(children))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(supervisor.run())
+                ready = tasks.create_task(_say_ready(system, broker, on_ready))
+                await stopping.wait()
+                ready.cancel()
+                supervisor.stop()
+        except BaseExceptionGroup as group:
+            ours = group.subgroup(JetwakeError)
+            if ours is None:
+                raise
+            raise ours.exceptions[0] from None
+
+
+@asynccontextmanager
+async def broker_of(system: LocalSystem, store: Path) -> AsyncIterator[BrokerSettings]:
+    if system.broker is not None:
+        yield system.broker
+        return
+    async with NatsServer(store / "broker", log_file=store / "logs" / "broker.log") as server:
+        path = state_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"nats_url": server.url, "pid": os.getpid()}))
+        try:
+            yield BrokerSettings(url=server.url)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def _say_ready(system: LocalSystem, broker: BrokerSettings, on_ready: Callable[[str], None]) -> None:
+    await wait_until_served(broker, system.model)
+    on_ready(broker.url)
+
+
+async def wait_until_served(broker: BrokerSettings, model: str) -> None:
+    """Returns when a tiny request went through the whole pipeline: also the first handshake and the first pull are done then."""
+    async with Client.connect(broker) as client:
+        while model not in {card.model for card in await client.models()}:
+            await asyncio.sleep(0.1)
+        while True:
+            try:
+                await client.generate([1], model=model, max_tokens=2, temperature=0.0, ignore_eos=True, timeout_s=CANARY_TIMEOUT_S)
+            except DeadlineExceeded:
+                continue
+            return

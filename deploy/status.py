@@ -1,0 +1,94 @@
+"""`jetwake status`: who is alive, how busy, and what waits where, read from the bus at one moment."""
+
+import asyncio
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..pipeline.connection import Bus, RawMessage
+from ..pipeline.registry import Registry
+from ..pipeline.settings import BrokerSettings
+from ..pipeline.topology import consumer_counts, stream_counts
+from ..schemas import subjects
+from ..schemas.codec import decode
+from ..schemas.errors import Undecodable
+from ..schemas.workers import WorkerLoad
+
+LOAD_WAIT_S = 1.5
+"""Workers tell their load at least once a second."""
+
+
+async def read_status(broker: BrokerSettings) -> dict[str, Any]:
+    loads: dict[str, WorkerLoad] = {}
+    heard = asyncio.Event()
+
+    def on_load(message: RawMessage) -> None:
+        try:
+            load = decode(message.data, WorkerLoad)
+        except Undecodable:
+            return  # somebody else's version: the worker is listed without its load
+        loads[f"{load.worker}-{load.incarnation}"] = load
+        heard.set()
+
+    async with Bus.connect(broker, name="status") as bus:
+        await bus.subscribe(subjects.LOADS, on_load)
+        registry = Registry(bus)
+        await registry.start()
+        cards = sorted(registry.workers.values(), key=lambda card: card.worker)
+        await _hear_all({card.lane for card in cards}, loads, heard)
+        queues = await consumer_counts(bus)
+        return {
+            "workers": [
+                {
+                    **card.model_dump(include={"worker", "incarnation", "role", "state", "model", "pool", "peers", "domain"}),
+                    "capacity": {"blocks": card.capacity_blocks, "slots": card.capacity_slots},
+                    "load": loads[card.lane].model_dump(exclude={"type", "worker", "incarnation"}) if card.lane in loads else None,
+                }
+                for card in cards
+            ],
+            "queues": {subject: {"pending": count.pending, "in_progress": count.in_progress} for subject, count in queues.items()},
+            "streams": await stream_counts(bus),
+        }
+
+
+async def _hear_all(lanes: set[str], loads: dict[str, WorkerLoad], heard: asyncio.Event) -> None:
+    """Until every worker told its load, or long enough: a worker that says nothing is shown without one."""
+    try:
+        async with asyncio.timeout(LOAD_WAIT_S):
+            while not lanes <= loads.keys():
+                heard.clear()
+                await heard.wait()
+    except TimeoutError:
+        return
+
+
+def print_status(status: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status))
+        return
+    console = Console()
+    workers = Table(title="workers", title_justify="left")
+    for heading in ("worker", "role", "state", "model", "running", "slots", "blocks used", "held", "peers"):
+        workers.add_column(heading)
+    for worker in status["workers"]:
+        load = worker["load"] or {}
+        workers.add_row(
+            worker["worker"],
+            worker["role"],
+            worker["state"],
+            worker["model"],
+            str(load.get("running_requests", "?")),
+            str(worker["capacity"]["slots"]),
+            f"{load.get('used_blocks', '?')} of {worker['capacity']['blocks']}",
+            str(load.get("held_blocks", "?")),
+            str(len(worker["peers"])),
+        )
+    console.print(workers)
+    queues = Table(title="queues", title_justify="left")
+    for heading in ("subject", "pending", "in progress"):
+        queues.add_column(heading)
+    for subject, count in status["queues"].items():
+        queues.add_row(subject, str(count["pending"]), str(count["in_progress"]))
+    console.print(queues)

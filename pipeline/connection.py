@@ -1,0 +1,326 @@
+"""One connection to the broker that reconnects for ever: publish, request, subscribe.
+
+Reads and writes the network through nats-py, and is the only module that holds its client. Promises: no exception of nats-py
+leaves it; a payload the broker would cut us off for is refused before it is sent; every wait for an answer ends; what must be
+done again after a reconnect is done again until it succeeds; `failed()` tells when the connection is lost for good.
+"""
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from ..schemas.errors import BrokerUnavailable, JetwakeError, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
+from .backoff import backoff_s
+from .faults import FOREIGN_ERRORS, translated, translation
+from .inbox import AnswerInbox
+from .raw import NO_HEADERS, RawMessage
+from .settings import BrokerSettings
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[RawMessage], None]
+ReconnectCallback = Callable[[], Awaitable[None]]
+
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
+_PUBLISH_BUFFER_BYTES = 8 << 20
+
+
+class Subscription:
+    """Interest in a subject. Leaving it twice, or after the connection closed, does nothing."""
+
+    def __init__(self, subscription: NatsSubscription) -> None:
+        self._subscription = subscription
+        self._left = False
+
+    async def unsubscribe(self) -> None:
+        """Stop now; what the broker sent already and was not yet handed over is dropped."""
+        await self._leave(self._subscription.unsubscribe)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Tell the broker to stop, and hand over what it sent until it knew."""
+        await self._leave(self._subscription.drain, timeout_s)
+
+    async def _leave(self, how: Callable[[], Awaitable[None]], timeout_s: float | None = None) -> None:
+        if self._left:
+            return
+        self._left = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await how()
+        except FOREIGN_ERRORS as error:  # closed or cut off: then the broker has forgotten us already
+            logger.debug("leaving %s: %s", self._subscription.subject, error)
+
+
+class Bus:
+    """Made by `Bus.connect` (a context manager) or `Bus.open` and `close`."""
+
+    def __init__(self, settings: BrokerSettings, name: str) -> None:
+        self.settings = settings
+        self.name = name
+        self._client: Client = Client()
+        self._connected = asyncio.Event()
+        self._reconnected = asyncio.Event()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self._callbacks: list[ReconnectCallback] = []
+        self._last_error = "no error told"
+        self._inbox = AnswerInbox("")
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, settings: BrokerSettings, name: str) -> "AsyncGenerator[Bus]":
+        bus = await cls.open(settings, name)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    @classmethod
+    async def open(cls, settings: BrokerSettings, name: str) -> "Bus":
+        """Connected, or BrokerUnavailable after `connect_timeout_s`, or NotPermitted when the broker turned us away."""
+        bus = cls(settings, name)
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                await bus._connect()
+        except FOREIGN_ERRORS as error:
+            await bus.close()
+            if "authorization" in bus._last_error.lower():
+                raise NotPermitted(f"{settings.url} refused us: {bus._last_error}") from error
+            if isinstance(error, TimeoutError):
+                text = f"no NATS server answers at {settings.url} within {settings.connect_timeout_s:g} s ({bus._last_error})"
+                raise BrokerUnavailable(text) from error
+            raise translated(error, f"connecting to {settings.url}") from error
+        except BaseException:
+            await bus.close()
+            raise
+        bus._supervisor = asyncio.create_task(bus._supervise(), name="bus-supervisor")
+        return bus
+
+    async def _connect(self) -> None:
+        settings = self.settings
+        credentials = settings.credentials_file
+        if credentials is not None and not credentials.is_file():
+            raise SetupError(f"credentials file {credentials} does not exist")
+        await self._client.connect(
+            servers=settings.url.split(","),
+            name=self.name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=settings.reconnect_wait_s,  # pyright: ignore[reportArgumentType]  (typed int, used as float)
+            connect_timeout=2,
+            ping_interval=settings.ping_interval_s,  # pyright: ignore[reportArgumentType]
+            max_outstanding_pings=2,
+            flush_timeout=settings.request_timeout_s,
+            pending_size=_PUBLISH_BUFFER_BYTES,
+            inbox_prefix=settings.inbox_prefix,
+            user_credentials=str(credentials) if credentials is not None else None,
+            tls=_tls_context(settings),
+        )
+        self._connected.set()
+        self._inbox = AnswerInbox(self._client.new_inbox())
+        await self.subscribe(self._inbox.subject, self._inbox.deliver)
+
+    async def close(self) -> None:
+        """Send what is buffered, then leave. Safe to call twice and after a failed start."""
+        self._closing = True
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                if self.connected:
+                    await self._client.flush()
+                await self._client.close()
+        except (*FOREIGN_ERRORS, AssertionError) as error:  # nats-py asserts when it never connected
+            logger.debug("closing the connection: %s", error)
+        self._inbox.fail_all(BrokerUnavailable("the connection was closed"))
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected and self._connected.is_set()
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """For payload and encoded headers together."""
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    async def wait_connected(self) -> None:
+        await self._connected.wait()
+
+    async def failed(self) -> None:
+        """Waits until the connection is gone for good, then raises BrokerUnavailable. Roles run it beside their work."""
+        waits: list[asyncio.Future[None]] = [self._closed]
+        if self._supervisor is not None:
+            waits.append(self._supervisor)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self._supervisor is not None and self._supervisor.done() and not self._supervisor.cancelled():
+            self._supervisor.result()  # a bug in a reconnect callback: it ends the process as what it is
+        raise BrokerUnavailable(f"the connection to {self.settings.url} is closed for good: {self._last_error}")
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Plain publish: no answer, and lost when the connection breaks now. Buffered while reconnecting."""
+        self.check_size(subject, payload, headers)
+        await self._send(subject, payload, headers, "")
+
+    async def publish_with_reply(self, subject: str, payload: bytes, reply: str) -> None:
+        """Plain publish that tells where answers go. They arrive at the caller's own subscription."""
+        await self._send(subject, payload, None, reply)
+
+    async def request(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> RawMessage:
+        """The one answer. BrokerUnavailable: none in time, outcome unknown. StreamMissing: nobody listens there."""
+        self.check_size(subject, payload, headers)
+        timeout_s = self.settings.request_timeout_s if timeout_s is None else timeout_s
+        reply, answer = self._inbox.ask(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self.connected:
+                    await self._connected.wait()
+                await self._send(subject, payload, headers, reply)
+                message = await answer
+        except TimeoutError as error:
+            raise BrokerUnavailable(f"no answer on {subject} within {timeout_s:g} s") from error
+        finally:
+            self._inbox.forget(reply)
+        if message.status == "503" and not message.data:
+            raise StreamMissing(f"nobody answers on {subject}: no stream, consumer or service is there")
+        return message
+
+    def check_size(self, subject: str, payload: bytes, headers: Mapping[str, str] | None) -> None:
+        """The broker cuts a connection that sends too much, for good; so nothing too large is ever sent."""
+        size = len(payload) + encoded_headers_bytes(headers)
+        if size > self.max_payload_bytes:
+            raise PayloadTooLarge(f"message for {subject} has {size} bytes, the broker carries {self.max_payload_bytes}")
+
+    async def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
+        try:
+            await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
+        except FOREIGN_ERRORS as error:
+            raise translated(error, f"publishing to {subject}") from error
+        if task and task.cancelling() > cancels:  # nats-py swallows a cancel that meets it while its buffer is full
+            raise asyncio.CancelledError
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
+        """`callback` runs in the loop, in order; when it raises, that is logged and the next message comes."""
+
+        async def hand_over(message: Msg) -> None:
+            headers = MappingProxyType(message.headers) if message.headers else NO_HEADERS
+            callback(RawMessage(message.subject, message.data, headers, message.reply))
+
+        with translation(f"subscribing to {subject}"):
+            # No limits on what waits: the callbacks do not block, and a dropped message is worse than a full pipe.
+            subscribe = self._client.subscribe  # pyright: ignore[reportUnknownMemberType]  (a bare Future in its signature)
+            return Subscription(await subscribe(subject, queue=queue, cb=hand_over, pending_msgs_limit=0, pending_bytes_limit=0))
+
+    async def flush(self) -> None:
+        """The broker has seen all that was sent before."""
+        if not self.connected:
+            raise BrokerUnavailable(f"not connected to {self.settings.url}")
+        with translation("flushing"):
+            for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
+                await self._client.flush(self.settings.request_timeout_s)  # pyright: ignore[reportArgumentType]
+
+    # -- what nats-py tells -------------------------------------------------------------------------------------------
+
+    def on_reconnect(self, callback: ReconnectCallback) -> Callable[[], None]:
+        """Run after every reconnect, in order of registration, again while it raises a JetwakeError. Returns its removal."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    async def _supervise(self) -> None:
+        while True:
+            await self._reconnected.wait()
+            self._reconnected.clear()
+            await self._run_callbacks(list(self._callbacks))
+
+    async def _run_callbacks(self, waiting: list[ReconnectCallback]) -> None:
+        failures = 0
+        while waiting and not self._reconnected.is_set():  # after another reconnect all begin anew
+            failed: list[ReconnectCallback] = []
+            for callback in waiting:
+                try:
+                    await callback()
+                except JetwakeError as error:
+                    logger.warning("after a reconnect, %s: %s: %s", getattr(callback, "__qualname__", callback), error.code, error)
+                    failed.append(callback)
+            waiting = failed
+            if waiting:
+                failures += 1
+                await asyncio.sleep(backoff_s(failures, 0.1))
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        violation = _VIOLATION.search(self._last_error.lower())
+        if violation is not None:
+            self._on_violation(violation[1], violation[2])
+        elif isinstance(error, FOREIGN_ERRORS):
+            logger.info("%s: %s", self.name, self._last_error)
+        else:
+            logger.error("%s: a callback failed", self.name, exc_info=error)
+
+    def _on_violation(self, verb: str, subject_lowercase: str) -> None:
+        logger.error("%s: the broker's permissions forbid %s to %s", self.name, verb, subject_lowercase)
+        refused = NotPermitted(f"the broker's permissions forbid {verb} to {subject_lowercase}")
+        if verb == "publish":
+            self._inbox.fail_asked_on(subject_lowercase, refused)
+        elif subject_lowercase == self._inbox.subject.lower():
+            self._inbox.fail_all(refused)
+
+    async def _on_disconnected(self) -> None:
+        if not self._closing:
+            logger.warning("%s: lost the connection to the broker", self.name)
+        self._connected.clear()
+        self._inbox.fail_all(BrokerUnavailable("the connection was lost before the answer came"))
+
+    async def _on_reconnected(self) -> None:
+        logger.info("%s: connected again", self.name)
+        self._connected.set()
+        self._reconnected.set()
+
+    async def _on_closed(self) -> None:
+        self._connected.clear()
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+
+def encoded_headers_bytes(headers: Mapping[str, str] | None) -> int:
+    """Bytes of the header block as sent: a version line, one line each, an empty line."""
+    if not headers:
+        return 0
+    return 14 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+
+
+def _tls_context(settings: BrokerSettings) -> ssl.SSLContext | None:
+    if settings.tls_ca_file is None and settings.tls_cert_file is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.tls_ca_file)
+        if settings.tls_cert_file is not None:
+            context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)
+    except OSError as error:
+        raise SetupError(f"the TLS files of the broker settings cannot be used: {error}") from error
+    return context

@@ -1,0 +1,71 @@
+"""How a request that does not finish ends, said once for all roles: failed, cancelled, expired, or handed back for another attempt.
+
+Writes terminals (through `pipeline.terminals`), dead letters, and requests with a higher attempt to `jw.requests.<model>.<class>`.
+"""
+
+from ..schemas import subjects
+from ..schemas.errors import DeadlineExceeded, JetwakeError, RequestCancelled, RequestEnded
+from ..schemas.replies import Cancelled, Expired, Failed
+from ..schemas.requests import InferenceRequest
+from .publish import Publisher
+from .terminals import Terminals
+
+MAX_ATTEMPTS = 3
+
+
+class Endings:
+    def __init__(self, publisher: Publisher, terminals: Terminals) -> None:
+        self._publisher = publisher
+        self._terminals = terminals
+
+    async def ended_early(self, request: InferenceRequest, ending: RequestEnded) -> None:
+        """The reply for a request that its owner cancelled or whose deadline passed."""
+        if isinstance(ending, RequestCancelled):
+            await self._terminals.end(
+                request,
+                Cancelled(
+                    request_id=request.request_id,
+                    model=request.model,
+                    attempt=request.attempt,
+                    prompt_length_tokens=request.prompt_length_tokens,
+                ),
+            )
+        elif isinstance(ending, DeadlineExceeded):
+            await self._terminals.end(
+                request,
+                Expired(
+                    request_id=request.request_id,
+                    model=request.model,
+                    attempt=request.attempt,
+                    prompt_length_tokens=request.prompt_length_tokens,
+                    phase=str(ending),
+                ),
+            )
+        else:
+            await self.failed(request, ending)
+
+    async def failed(self, request: InferenceRequest, error: JetwakeError) -> None:
+        await self._terminals.end(
+            request,
+            Failed(
+                request_id=request.request_id,
+                model=request.model,
+                attempt=request.attempt,
+                prompt_length_tokens=request.prompt_length_tokens,
+                code=error.code,
+                text=str(error),
+            ),
+        )
+
+    async def again(self, request: InferenceRequest, error: JetwakeError) -> None:
+        """Another attempt, routed and prefilled afresh; after the last one a failed reply. The higher attempt fences this one."""
+        if request.attempt >= MAX_ATTEMPTS:
+            await self.failed(request, error)
+            return
+        following = request.model_copy(update={"attempt": request.attempt + 1})
+        await self._publisher.store(
+            subjects.requests(request.model, request.priority_class),
+            following,
+            message_id=subjects.message_id(request.request_id, "request", following.attempt),
+            headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+        )

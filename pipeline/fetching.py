@@ -1,0 +1,164 @@
+"""Credit: keeps as many messages asked for at the broker as the owner has room for, and never more.
+
+Writes pull requests of one durable consumer; reads what comes to their inbox and hands messages on. Promises: `outstanding`
+is at most `free()` (when room shrinks, pulls are taken back); what arrives beyond it all the same is handed on too, never
+dropped; pulls are issued again after a reconnect, silence, or loss of the consumer, which is declared again, without a hot loop.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+
+from ..schemas.errors import BusError, NotPermitted
+from ..schemas.streams import ConsumerSpec
+from .backoff import backoff_s
+from .connection import Bus, Subscription
+from .jetstream import PENDING_MESSAGES_HEADER, pull_subject
+from .raw import RawMessage
+from .topology import ensure_consumer
+
+logger = logging.getLogger(__name__)
+
+PULL_EXPIRES_S = 30.0
+HEARTBEAT_S = 5.0
+SILENCE_S = 2 * HEARTBEAT_S + 1.0
+_PULL_BYTES = 16 << 20
+_HEARTBEAT = "100"
+
+
+class StandingPull:
+    """`free()`: how many messages may be on their way. `take`: called for each that arrives."""
+
+    def __init__(self, bus: Bus, spec: ConsumerSpec, free: Callable[[], int], take: Callable[[RawMessage], None]) -> None:
+        self._bus = bus
+        self._spec = spec
+        self._free = free
+        self._take = take
+        self.outstanding = 0
+        self._changed = asyncio.Event()
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._pulls = 0
+        self._failures = 0
+        self._lost = ""
+        self._heard = 0.0
+
+    def reconsider(self) -> None:
+        """Something changed: compare what is asked for with what is free."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled; then pulls are taken back, and what comes until the broker knows is handed on."""
+        remove = self._bus.on_reconnect(self._begin_anew)
+        try:
+            while True:
+                await self._bus.wait_connected()
+                if self._subscription is None or self._lost:
+                    await self._restart()
+                else:
+                    await self._adjust()
+                    await self._wait_for_change()
+        finally:
+            remove()
+            await self._take_back()
+
+    async def _begin_anew(self) -> None:
+        """The broker forgot our pulls with the connection, and the inbox may still get an old one's answers."""
+        self._failures = 0
+        self._lose("the connection was new")
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._changed.set()
+
+    async def _restart(self) -> None:
+        """A fresh inbox, and the consumer declared. Failing is tried again, later each time."""
+        if self._lost and self._failures:
+            await asyncio.sleep(backoff_s(self._failures, first_s=0.1))
+        self._failures += 1
+        why, self._lost = self._lost, ""
+        await self._leave_inbox()
+        try:
+            await self._declare()
+            self._inbox = self._bus.new_inbox()
+            self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._receive)
+        except BusError as error:
+            self._lose(f"{error.code}: {error}")
+        else:
+            self._heard = asyncio.get_running_loop().time()
+            self._changed.set()
+        if why:
+            logger.info("%s: fetching again, because %s", self._spec.durable, why)
+
+    async def _declare(self) -> None:
+        try:
+            await ensure_consumer(self._bus, self._spec)
+        except NotPermitted:  # then an admin declares it, and a missing one shows in the answer to the pull
+            logger.debug("%s: not ours to declare", self._spec.durable)
+
+    async def _adjust(self) -> None:
+        free = max(0, self._free())
+        if self.outstanding > free:
+            await self._take_back()
+            return
+        wanted = free - self.outstanding
+        # With many outstanding, single freed slots are gathered: the broker still has enough to send.
+        if wanted > 0 and (self.outstanding == 0 or wanted > free // 4):
+            await self._ask(wanted)
+
+    async def _ask(self, batch: int) -> None:
+        self._pulls += 1
+        pull = {
+            "batch": batch,
+            "expires": round(PULL_EXPIRES_S * 1e9),
+            "idle_heartbeat": round(HEARTBEAT_S * 1e9),
+            # Enough for the largest message, and far from what the broker cuts a slow connection off for.
+            "max_bytes": max(_PULL_BYTES, 2 * self._bus.max_payload_bytes),
+        }
+        self.outstanding += batch
+        subject = pull_subject(self._spec.stream, self._spec.durable)
+        try:
+            await self._bus.publish_with_reply(subject, json.dumps(pull).encode(), f"{self._inbox}.{self._pulls}")
+        except BusError as error:
+            self._lose(f"{error.code}: {error}")
+
+    async def _take_back(self) -> None:
+        """There is no order to cancel a pull; leaving its inbox does it. A new inbox is for the next ones."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._bus.connected:
+            await subscription.drain(self._bus.settings.request_timeout_s)
+        self.outstanding = 0
+
+    async def _leave_inbox(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        self.outstanding = 0
+        if subscription is not None:
+            await subscription.unsubscribe()
+
+    async def _wait_for_change(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(self._heard + SILENCE_S if self.outstanding else None):
+                await self._changed.wait()
+        except TimeoutError:
+            if self.outstanding and loop.time() >= self._heard + SILENCE_S:
+                self._lose(f"nothing was heard for {SILENCE_S:g} s, not even a heartbeat")
+        self._changed.clear()
+
+    # -- what arrives -----------------------------------------------------------------------------------------------
+
+    def _receive(self, message: RawMessage) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if not message.status:
+            self._failures = 0
+            self.outstanding = max(0, self.outstanding - 1)
+            self._take(message)
+        elif message.status == _HEARTBEAT:
+            self._failures = 0
+            return
+        elif PENDING_MESSAGES_HEADER in message.headers:  # this pull has ended, with so many messages not sent
+            self.outstanding = max(0, self.outstanding - int(message.headers[PENDING_MESSAGES_HEADER]))
+        else:
+            self._lose(f"the broker said {message.status} {message.headers.get('Description', 'no responders')}")
+        self._changed.set()

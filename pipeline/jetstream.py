@@ -1,0 +1,134 @@
+"""The JetStream API by raw requests: its subjects, headers, answers and acknowledgements, spelled once.
+
+Reads and writes `$JS.API.*` through a `Bus`. Promises: an `error` field in an answer becomes one of our errors; nothing here
+waits longer than the bus's request timeout.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..schemas.errors import BrokerUnavailable, BusRejected, JetwakeError
+from .connection import Bus
+from .faults import refusal
+from .raw import RawMessage
+
+Json = dict[str, Any]
+
+TTL_HEADER = "Nats-TTL"
+ROLLUP_HEADER = "Nats-Rollup"
+KV_OPERATION_HEADER = "KV-Operation"
+MARKER_REASON_HEADER = "Nats-Marker-Reason"
+SUBJECT_HEADER = "Nats-Subject"
+SEQUENCE_HEADER = "Nats-Sequence"
+PENDING_MESSAGES_HEADER = "Nats-Pending-Messages"
+
+ACK = b"+ACK"
+NAK = b"-NAK"
+TERM = b"+TERM"
+IN_PROGRESS = b"+WPI"
+
+_NO_MESSAGE = "404"
+
+
+def nak(delay_s: float) -> bytes:
+    return NAK if delay_s <= 0 else NAK + json.dumps({"delay": round(delay_s * 1e9)}).encode()
+
+
+def pull_subject(stream: str, durable: str) -> str:
+    return f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
+
+
+def bucket_stream(bucket: str) -> str:
+    return f"KV_{bucket}"
+
+
+def key_subject(bucket: str, key: str) -> str:
+    """`key` may be `>` to mean all."""
+    return f"$KV.{bucket}.{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryFacts:
+    """What the broker says about a delivered message in the subject for its acknowledgement."""
+
+    stream: str
+    durable: str
+    deliveries: int
+    sequence: int
+    stored_ns: int
+
+
+def delivery_facts(reply: str) -> DeliveryFacts:
+    """From `$JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>[.<token>]`."""
+    parts = reply.split(".")
+    if len(parts) == 9 and parts[:2] == ["$JS", "ACK"]:
+        tail = parts[2:]
+    elif len(parts) >= 11 and parts[:2] == ["$JS", "ACK"]:
+        tail = parts[4:]
+    else:
+        raise BusRejected(f"not an acknowledgement subject: {reply}")
+    return DeliveryFacts(tail[0], tail[1], int(tail[2]), int(tail[3]), int(tail[5]))
+
+
+def parse_answer(message: RawMessage, doing: str) -> Json:
+    """The answer's fields, or the error it carries."""
+    try:
+        fields: Any = json.loads(message.data)
+    except ValueError as error:
+        raise BusRejected(f"{doing}: the answer is no JSON: {message.data[:80]!r} {dict(message.headers)}") from error
+    if not isinstance(fields, dict):
+        raise BusRejected(f"{doing}: the answer is no JSON object: {message.data[:80]!r}")
+    answer = cast(Json, fields)
+    if "error" in answer:
+        raise refused(answer["error"], doing)
+    return answer
+
+
+def refused(error: Json, doing: str) -> JetwakeError:
+    return refusal(int(error.get("code", 0)), int(error.get("err_code", 0)), str(error.get("description", "")), doing)
+
+
+async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Json:
+    """Ask `$JS.API.<path>`."""
+    payload = json.dumps(body).encode() if body is not None else b""
+    return parse_answer(await bus.request(f"$JS.API.{path}", payload), path)
+
+
+async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:
+    """The newest message on a subject, by direct get; its subject and sequence are in the headers."""
+    answer = await bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")
+    if answer.status == _NO_MESSAGE:
+        return None
+    if answer.status:
+        raise BusRejected(f"reading {subject}: {answer.status} {answer.headers.get('Description', '')}")
+    return answer
+
+
+async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage]:
+    """The newest message on each subject that matches (up to 1,000), by one batched direct get."""
+    inbox = bus.new_inbox()
+    done: asyncio.Future[RawMessage] = asyncio.get_running_loop().create_future()
+    found: list[RawMessage] = []
+
+    def collect(message: RawMessage) -> None:
+        if not message.status:
+            found.append(message)
+        elif not done.done():
+            done.set_result(message)
+
+    subscription = await bus.subscribe(inbox, collect)
+    try:
+        body = json.dumps({"multi_last": [subjects], "batch": 1000}).encode()
+        async with asyncio.timeout(bus.settings.request_timeout_s):
+            await bus.publish_with_reply(f"$JS.API.DIRECT.GET.{stream}", body, inbox)
+            end = await done
+    except TimeoutError as error:
+        raise BrokerUnavailable(f"no complete answer for {subjects} in {stream}") from error
+    finally:
+        await subscription.unsubscribe()
+    if end.status in ("204", _NO_MESSAGE):
+        return found
+    raise refusal(int(end.status), 10059 if end.status == "503" else 0, end.headers.get("Description", "no stream"), f"reading {subjects}")

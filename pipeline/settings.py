@@ -1,0 +1,66 @@
+"""How to reach the broker, and how large its streams may grow: one frozen model each, an unknown key is an error.
+
+Reads `schemas.streams` for everything that an operator does not size. Promises: `TopologySettings` is the only place where
+declared sizes meet an operator's wishes, so `ensure_topology` and `drift` speak about the same state.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..schemas import streams
+from ..schemas.streams import BucketSpec, StreamSpec
+
+
+class BrokerSettings(BaseModel):
+    """`url` may list several servers of one cluster, with commas between them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = "nats://127.0.0.1:4222"
+    credentials_file: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    inbox_prefix: str = Field(default="_INBOX", description="one per user, else users can read each other's answers")
+    connect_timeout_s: float = Field(default=10.0, gt=0, description="for the first connection; reconnecting goes on for ever")
+    reconnect_wait_s: float = Field(default=0.25, gt=0)
+    ping_interval_s: float = Field(default=10.0, gt=0, description="a half-open connection is noticed after two to three of these")
+    request_timeout_s: float = Field(default=2.0, gt=0, description="for one answer of the broker")
+    publish_deadline_s: float = Field(default=30.0, gt=0, description="how long one message is sent again before the caller hears of it")
+    missing_grace_s: float = Field(
+        default=3.0, ge=0, description="how long a missing stream may be one that a restarted broker still loads"
+    )
+
+
+class TopologySettings(BaseModel):
+    """Sizes for one laptop; everything else about streams is fixed in `schemas.streams`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replicas: int = Field(default=1, ge=1, le=5)
+    max_requests: int = Field(default=20_000, ge=1)
+    requests_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    max_jobs_per_worker: int = Field(default=256, ge=1)
+    max_handoffs: int = Field(default=50_000, ge=1)
+    handoffs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    replies_max_bytes: int = Field(default=256 << 20, ge=1 << 20, description="memory; the server's own use is about three times this")
+    results_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    results_max_age_s: float = Field(default=86_400, gt=0)
+    dead_max_bytes: int = Field(default=1 << 30, ge=1 << 20)
+
+    def streams(self) -> tuple[StreamSpec, ...]:
+        sized = (
+            replace(streams.REQUESTS, max_messages=self.max_requests, max_bytes=self.requests_max_bytes),
+            replace(streams.PREFILL, max_messages_per_subject=self.max_jobs_per_worker),
+            replace(streams.HANDOFF, max_messages=self.max_handoffs, max_bytes=self.handoffs_max_bytes),
+            replace(streams.REPLIES, max_bytes=self.replies_max_bytes),
+            replace(streams.RESULTS, max_bytes=self.results_max_bytes, max_age_s=self.results_max_age_s),
+            replace(streams.DEAD, max_bytes=self.dead_max_bytes),
+        )
+        named = {spec.name: spec for spec in sized}
+        return tuple(replace(named.get(spec.name, spec), replicas=self.replicas) for spec in streams.STREAMS)
+
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        return tuple(replace(bucket, replicas=self.replicas) for bucket in streams.BUCKETS)

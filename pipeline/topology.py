@@ -1,0 +1,214 @@
+"""Brings the broker's streams, consumers and buckets to the declared state, and tells how far it is from it.
+
+Reads `schemas.streams` through `TopologySettings`; writes the JetStream API. Promises: doing it twice changes nothing the
+second time; nothing is ever deleted here but a consumer by its name; what cannot be changed on a live stream (retention,
+storage) is an error in the broker's own words.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..schemas.errors import StreamMissing
+from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, StreamSpec
+from .connection import Bus
+from .jetstream import Json, api, bucket_stream
+from .settings import TopologySettings
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCount:
+    """Messages nobody holds yet, and messages some consumer holds."""
+
+    pending: int
+    in_progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCount:
+    messages: int
+    size_bytes: int
+
+
+async def ensure_topology(bus: Bus, settings: TopologySettings) -> list[str]:
+    """Creates and updates; a line for each thing that was created or changed."""
+    done: list[str] = []
+    for config in _declared_streams(settings):
+        done += await _ensure_stream(bus, config)
+    for spec in ROUTER_CONSUMERS:
+        difference = await _consumer_difference(bus, spec)
+        if difference:
+            await ensure_consumer(bus, spec)
+            done.append(f"consumer {spec.stream}/{spec.durable}: {difference}")
+    return done
+
+
+async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
+    """A line for each thing that is not as declared. Changes nothing."""
+    lines: list[str] = []
+    for config in _declared_streams(settings):
+        difference = _difference(await _info(bus, f"STREAM.INFO.{config['name']}"), config)
+        if difference:
+            lines.append(f"stream {config['name']}: {difference}")
+    for spec in ROUTER_CONSUMERS:
+        difference = await _consumer_difference(bus, spec)
+        if difference:
+            lines.append(f"consumer {spec.stream}/{spec.durable}: {difference}")
+    return lines
+
+
+async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
+    """Creates or updates one durable. Raises StreamMissing when its stream is not there."""
+    path = f"CONSUMER.CREATE.{spec.stream}.{spec.durable}.{spec.filter_subject}"
+    await api(bus, path, {"stream_name": spec.stream, "config": _consumer_config(spec), "action": ""})
+
+
+async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
+    """Takes a durable away; its messages stay in the stream. False when it was not there."""
+    try:
+        await api(bus, f"CONSUMER.DELETE.{stream}.{durable}")
+    except StreamMissing:
+        return False
+    return True
+
+
+async def consumer_counts(bus: Bus) -> dict[str, QueueCount]:
+    """By filter subject, for every consumer of the three work queues. A stream that is not there has none."""
+    counts: dict[str, QueueCount] = {}
+    for stream in (REQUESTS.name, PREFILL.name, HANDOFF.name):
+        for consumer in await _consumers(bus, stream):
+            subject = str(consumer["config"].get("filter_subject", ""))
+            counts[subject] = QueueCount(int(consumer.get("num_pending", 0)), int(consumer.get("num_ack_pending", 0)))
+    return counts
+
+
+async def subject_counts(bus: Bus, stream: str) -> dict[str, int]:
+    """Stored messages for each subject of a stream, owned or not: what the sweep for queues without a living owner reads."""
+    counts: dict[str, int] = {}
+    while True:
+        page = await _info(bus, f"STREAM.INFO.{stream}", {"subjects_filter": ">", "offset": len(counts)})
+        state: Json = page["state"] if page else {}
+        found: dict[str, int] = state.get("subjects") or {}
+        counts |= found
+        if not found or len(counts) >= int(page["total"] if page and "total" in page else 0):
+            return counts
+
+
+async def stream_counts(bus: Bus) -> dict[str, StreamCount]:
+    """By stream name, for every stream of this account."""
+    counts: dict[str, StreamCount] = {}
+    while True:
+        page = await api(bus, "STREAM.LIST", {"offset": len(counts)})
+        streams: list[Json] = page.get("streams") or []
+        for info in streams:
+            state = info["state"]
+            counts[str(info["config"]["name"])] = StreamCount(int(state["messages"]), int(state["bytes"]))
+        if not streams or len(counts) >= int(page.get("total", 0)):
+            return counts
+
+
+async def _consumers(bus: Bus, stream: str) -> list[Json]:
+    found: list[Json] = []
+    while True:
+        page = await _info(bus, f"CONSUMER.LIST.{stream}", {"offset": len(found)})
+        consumers: list[Json] = (page or {}).get("consumers") or []
+        found += consumers
+        if page is None or not consumers or len(found) >= int(page.get("total", 0)):
+            return found
+
+
+async def _ensure_stream(bus: Bus, config: Json) -> list[str]:
+    name = config["name"]
+    there = await _info(bus, f"STREAM.INFO.{name}")
+    difference = _difference(there, config)
+    if not difference:
+        return []
+    await api(bus, f"STREAM.{'UPDATE' if there else 'CREATE'}.{name}", {**(there or {}).get("config", {}), **config})
+    return [f"stream {name}: {difference}"]
+
+
+async def _consumer_difference(bus: Bus, spec: ConsumerSpec) -> str:
+    return _difference(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), _consumer_config(spec))
+
+
+async def _info(bus: Bus, path: str, body: Json | None = None) -> Json | None:
+    """None when it is not there. JetStream itself missing is no such case: then the API does not answer at all."""
+    try:
+        return await api(bus, path, body)
+    except StreamMissing:
+        return None
+
+
+def _difference(there: Json | None, declared: Json) -> str:
+    """What of the declared configuration the broker has otherwise. Empty: nothing. What we do not declare is not compared."""
+    if there is None:
+        return "missing"
+    config: Json = there["config"]
+    changed = [f"{key} is {config.get(key)}, declared {value}" for key, value in declared.items() if not _same(config.get(key), value)]
+    return ", ".join(changed)
+
+
+def _same(there: Any, declared: Any) -> bool:
+    """The broker leaves out what is zero, false or empty."""
+    return there == declared or (not there and not declared)
+
+
+def _declared_streams(settings: TopologySettings) -> list[Json]:
+    return [_stream_config(spec) for spec in settings.streams()] + [_bucket_config(spec) for spec in settings.buckets()]
+
+
+def _stream_config(spec: StreamSpec) -> Json:
+    return {
+        "name": spec.name,
+        "subjects": list(spec.subjects),
+        "retention": spec.retention,
+        "storage": spec.storage,
+        "discard": spec.discard,
+        "max_msgs": spec.max_messages,
+        "max_bytes": spec.max_bytes,
+        "max_age": round(spec.max_age_s * _NS),
+        "max_msgs_per_subject": spec.max_messages_per_subject,
+        "discard_new_per_subject": spec.discard_new_per_subject,
+        "duplicate_window": round(spec.duplicate_window_s * _NS),
+        "allow_direct": spec.allow_direct,
+        "no_ack": spec.no_ack,
+        "num_replicas": spec.replicas,
+    }
+
+
+def _bucket_config(spec: BucketSpec) -> Json:
+    """What every NATS client makes of a key-value bucket with expiry of single keys."""
+    config: Json = {
+        "name": bucket_stream(spec.name),
+        "subjects": [f"$KV.{spec.name}.>"],
+        "retention": "limits",
+        "storage": spec.storage,
+        "discard": "new",
+        "max_bytes": spec.max_bytes,
+        "max_msgs_per_subject": 1,
+        "duplicate_window": 120 * _NS,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "allow_msg_ttl": True,
+        "num_replicas": spec.replicas,
+    }
+    if spec.marker_ttl_s:
+        config["subject_delete_marker_ttl"] = round(spec.marker_ttl_s * _NS)
+    return config
+
+
+def _consumer_config(spec: ConsumerSpec) -> Json:
+    return {
+        "name": spec.durable,
+        "durable_name": spec.durable,
+        "filter_subject": spec.filter_subject,
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "ack_policy": "explicit",
+        "ack_wait": round(spec.ack_wait_s * _NS),
+        "max_deliver": -1,  # attempts are counted in code: what the server gives up on would stay in the queue unseen
+        "max_ack_pending": spec.max_ack_pending,
+        "inactive_threshold": round(spec.inactive_threshold_s * _NS),
+    }
