@@ -73,7 +73,8 @@ class Pull:
     """One read of blocks, posted. Settled: nothing will be written to its local blocks any more."""
 
     def __init__(self, nixl: _Nixl, agent: Any, handle: int, moved_bytes: int, status: object) -> None:
-        self._nixl, self._agent, self._handle, self._bytes = nixl, agent, handle, moved_bytes
+        self._nixl, self._handle, self._bytes = nixl, handle, moved_bytes
+        self._agent: Any = agent
         self._then: list[Callable[[], None]] = []
         self.settled = False
         self.error = ""
@@ -103,6 +104,11 @@ class Pull:
         else:
             self._then.append(then)
 
+    def abandon(self) -> None:
+        """The agent is about to go, and with it every transfer."""
+        if not self.settled:
+            self._settle("the engine was stopped")
+
     async def _wait_settled(self, timeout_s: float) -> None:
         now = asyncio.get_running_loop().time
         began = now()
@@ -120,8 +126,9 @@ class Pull:
 
     def _settle(self, error: str) -> None:
         self.settled, self.error = True, error
+        agent, self._agent = self._agent, None  # a settled pull must not keep the agent of a stopped engine alive
         try:
-            self._agent.releaseXferReq(self._handle)
+            agent.releaseXferReq(self._handle)
         except self._nixl.errors as release_error:
             self.error = self.error or str(release_error)
         for then in self._then:
@@ -139,33 +146,38 @@ class KvTransfer:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._meeting: dict[str, asyncio.Lock] = {}
         self._unsettled: set[Pull] = set()
+        self._server: SideChannelServer | None = None
+        self._agent: Any = None
+        self._registered: Any = None
+        self._local: int | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Returns the port of the side channel. Raises SetupError."""
-        await asyncio.to_thread(self._open)
-        me = Introduction(
-            engine_id=self._engine_id,
-            agent_metadata=self._agent.getLocalMD(),
-            arena_address=self.arena.ctypes.data,
-            block_bytes=self._block_bytes,
-            num_blocks=self._num_blocks,
-        )
-        self._server = SideChannelServer(me)
         try:
+            await asyncio.to_thread(self._open)
+            self._server = SideChannelServer(self._introduction())
             return await self._server.start(host, port)
         except OSError as error:
+            await self.stop()
             raise SetupError(f"the side channel cannot listen on {host}:{port}: {error}") from error
+        except SetupError:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
-        """The agent goes, so peers see a disconnection; what they would still read is wiped first."""
-        await self._server.stop()
+        """The agent goes, so peers see a disconnection; what they would still read is wiped first. Twice is safe."""
+        if self._server is not None:
+            await self._server.stop()
         self.arena.fill(0)
         for engine_id in list(self._peers):
             self.forget(engine_id)
-        self._agent.releasedDlistH(self._local)
-        self._agent.deregisterMem(self._registered, [])
+        for pull in self._unsettled:
+            pull.abandon()
         self._unsettled.clear()
-        del self._agent
+        agent, self._agent = self._agent, None
+        if agent is not None and self._local is not None:
+            agent.releasedDlistH(self._local)
+            agent.deregisterMem(self._registered, [])
 
     async def connect(self, host: str, port: int, engine_id: str, timeout_s: float) -> None:
         """Meet a peer; at once when it is known. Raises PullFailed within `timeout_s`."""
@@ -227,12 +239,21 @@ class KvTransfer:
         self._nixl = _Nixl()
         try:
             self._agent = self._nixl.agent(self._engine_id, self._progress_delay_us)
-            memory = self._nixl.module.DRAM_SEG
-            self._registered: object = self._nixl.module.nixlRegDList(memory, [(self.arena.ctypes.data, self.arena.nbytes, 0, "")])
+            whole = [(self.arena.ctypes.data, self.arena.nbytes, 0, "")]
+            self._registered = self._nixl.module.nixlRegDList(self._nixl.module.DRAM_SEG, whole)
             self._agent.registerMem(self._registered, [])
             self._local = self._prepare(self._nixl.module.NIXL_INIT_AGENT, self.arena.ctypes.data, self._num_blocks)
         except self._nixl.errors as error:
             raise SetupError(f"NIXL's UCX backend does not start: {error}") from error
+
+    def _introduction(self) -> Introduction:
+        return Introduction(
+            engine_id=self._engine_id,
+            agent_metadata=self._agent.getLocalMD(),
+            arena_address=self.arena.ctypes.data,
+            block_bytes=self._block_bytes,
+            num_blocks=self._num_blocks,
+        )
 
     def _prepare(self, agent: str, address: int, num_blocks: int) -> int:
         run = np.array([[address, self._block_bytes, 0, self._block_bytes, num_blocks]], dtype=np.uint64)

@@ -6,7 +6,7 @@ before it, on what the root hash names (model, LoRA, salt), and with a temperatu
 always the same. There is no tokenizer here, so what needs text is refused.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -15,10 +15,22 @@ from ..schemas.decode import KvReference
 from ..schemas.errors import EngineRefused, HandoffRefused, Undecodable
 from ..schemas.replies import PositionLogprobs
 from ..schemas.requests import Sampling
-from ..schemas.tokens import pack_tokens, unpack_tokens
+from ..schemas.tokens import unpack_tokens
 from .engine import FinishReason, Leg
 
 _digest = xxhash.xxh3_64_intdigest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model and its cache can take; `model` is the name clients use, and part of the root of all hashes."""
+
+    model: str
+    vocabulary_size: int
+    max_model_len_tokens: int
+    block_size_tokens: int
+    eos_token_id: int | None
+    seed: int
 
 
 class TokenSequence:
@@ -56,7 +68,7 @@ class TokenSequence:
 class Answer:
     """Draws one answer, token by token, and knows when and why it ends."""
 
-    def __init__(self, leg: Leg, sequence: TokenSequence, limits: "Limits") -> None:
+    def __init__(self, leg: Leg, sequence: TokenSequence, limits: Limits) -> None:
         self.sequence = sequence
         self.num_drawn = 0
         self.finish_reason: FinishReason | None = None
@@ -105,26 +117,6 @@ class Answer:
             self.finish_reason = "length"
 
 
-class Limits:
-    """What a model and its cache can take; `model` is the name clients use, and the root of all hashes."""
-
-    def __init__(
-        self,
-        model: str,
-        vocabulary_size: int,
-        max_model_len_tokens: int,
-        block_size_tokens: int,
-        eos_token_id: int | None,
-        seed: int,
-    ) -> None:
-        self.model = model
-        self.vocabulary_size = vocabulary_size
-        self.max_model_len_tokens = max_model_len_tokens
-        self.block_size_tokens = block_size_tokens
-        self.eos_token_id = eos_token_id
-        self.seed = seed
-
-
 def begin(leg: Leg, limits: Limits) -> Answer:
     """Raises EngineRefused when the leg is no request this engine can run."""
     try:
@@ -166,7 +158,3 @@ def check_handoff(kv: KvReference, prompt_tokens: int, block_size_tokens: int, o
     if len(kv.block_ids) != 1 or len(kv.block_ids[0]) != expected:
         raise HandoffRefused(f"{kv.held_blocks} blocks in {len(kv.block_ids)} groups, expected {expected} in one")
     return kv.block_ids[0]
-
-
-def pack(tokens: Sequence[int]) -> bytes:
-    return pack_tokens(tokens)

@@ -30,16 +30,14 @@ class StepClock:
             return
         await self._wait(lambda done: self._prefills.append((seconds, done)))
 
-    async def decode(self) -> None:
+    async def decode(self) -> bool:
+        """Whether the step took time (and so gives one token; without time, the caller may draw a handful)."""
         if self._timing.decode_step_s(1, self._used_fraction()) <= 0:
             self._note_step()
             await asyncio.sleep(0)
-            return
+            return False
         await self._wait(self._decodes.append)
-
-    @property
-    def is_timed(self) -> bool:
-        return self._timing.decode_step_s(1, 1.0) > 0
+        return True
 
     async def run(self) -> None:
         """One prefill, then one shared decode step, and so on: neither starves the other."""

@@ -233,8 +233,11 @@ class Bus:
 
         with translation(f"subscribing to {subject}"):
             # No limits on what waits: the callbacks do not block, and a dropped message is worse than a full pipe.
-            subscribe = self._client.subscribe  # pyright: ignore[reportUnknownMemberType]  (a bare Future in its signature)
-            return Subscription(await subscribe(subject, queue=queue, cb=hand_over, pending_msgs_limit=0, pending_bytes_limit=0))
+            # Its signature has a bare Future, so its type is partly unknown.
+            subscribed = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
+                subject, queue=queue, cb=hand_over, pending_msgs_limit=0, pending_bytes_limit=0
+            )
+            return Subscription(subscribed)
 
     async def flush(self) -> None:
         """The broker has seen all that was sent before."""

@@ -8,6 +8,7 @@ in hand when the loop is stopped or cancelled goes back to the queue.
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 ACK_TRIES = 3
 _MAX_EXCUSED = 10_000
+_REPLY_TARGET = re.compile(r"([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})")
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,15 @@ class Delivery(Generic[M]):
 
 @dataclass(eq=False)
 class _Held:
-    """A fetched message until it is settled."""
+    """A fetched message until it is settled. A second delivery of it while it is held only renews `raw` and `facts`."""
 
     raw: RawMessage
     facts: DeliveryFacts
     begun: bool = False
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.facts.sequence, self.facts.stored_ns  # a stream that was made anew counts from 1 again
 
 
 class Consumer(Generic[M]):
@@ -85,8 +91,9 @@ class Consumer(Generic[M]):
         self._max_deliveries = max_deliveries
         self._terminals = Terminals(bus, publisher, clock or WallClock())
         self._pull = StandingPull(bus, spec, self._free, self._take)
-        self._held: dict[str, _Held] = {}
-        self._excused: dict[int, int] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._unbegun = 0
+        self._excused: dict[tuple[int, int], int] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._handlers: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -103,7 +110,7 @@ class Consumer(Generic[M]):
     @property
     def fetching(self) -> bool:
         """Whether the broker may send a message at this moment."""
-        return self._pull.outstanding > 0
+        return self._pull.outstanding > 0 and self._bus.connected
 
     def room_changed(self) -> None:
         """To be called when `room()` may say something new."""
@@ -117,15 +124,17 @@ class Consumer(Generic[M]):
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                fetching = tasks.create_task(self._pull.run(), name=f"{self.spec.durable}-fetch")
-                reporting = tasks.create_task(self._report_progress(), name=f"{self.spec.durable}-progress")
-                await self._stopping.wait()
-                fetching.cancel()
-                await asyncio.wait([fetching])
-                await self._finish_handlers()
-                reporting.cancel()
+                try:
+                    fetching = tasks.create_task(self._pull.run(), name=f"{self.spec.durable}-fetch")
+                    reporting = tasks.create_task(self._report_progress(), name=f"{self.spec.durable}-progress")
+                    await self._stopping.wait()
+                    fetching.cancel()
+                    await asyncio.wait([fetching])
+                    await self._finish_handlers()
+                    reporting.cancel()
+                finally:
+                    self._tasks = None
         finally:
-            self._tasks = None
             await self._hand_back(list(self._held.values()))
             self._ended.set()
 
@@ -153,14 +162,19 @@ class Consumer(Generic[M]):
 
     def _free(self) -> int:
         """What may be asked for: the owner's room less what has arrived and is not yet counted by it."""
-        return self._room() - sum(1 for held in self._held.values() if not held.begun)
+        return self._room() - self._unbegun
 
     # -- one message ------------------------------------------------------------------------------------------------
 
     def _take(self, raw: RawMessage) -> None:
         """A message has arrived (called in the loop, so the handler starts with its next turn)."""
         held = _Held(raw, delivery_facts(raw.reply))
-        self._held[raw.reply] = held
+        again = self._held.get(held.identity)
+        if again is not None:  # we were silent for too long, or the broker was away: settle the newest delivery of it
+            again.raw, again.facts = held.raw, held.facts
+            return
+        self._held[held.identity] = held
+        self._unbegun += 1
         if self._tasks is None:
             return  # run() is ending, and hands back what is held
         task = self._tasks.create_task(self._process(held), name=f"{self.spec.durable}-{held.facts.sequence}")
@@ -168,51 +182,51 @@ class Consumer(Generic[M]):
         task.add_done_callback(self._handlers.discard)
 
     async def _process(self, held: _Held) -> None:
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self._room() <= 0:  # arrived while its pull was being taken back
+            self._excuse(held)
             await self._hand_back([held])
             return
-        error: BaseException | None = None
-        delivery: Delivery[M] | None = None
+        held.begun = True
+        self._unbegun -= 1
         try:
-            held.begun = True
-            delivery = self._decoded(held)
-            await self._handle(delivery)
+            outcome = await _outcome(self._handled(held))
+            self._pull.reconsider()  # the slot is free now; settling need not be waited for
+            problem = await _outcome(self._settle(held, outcome))
         except asyncio.CancelledError:
             await self._hand_back([held])
             raise
-        except Exception as problem:  # noqa: BLE001  the loop's boundary: whatever a handler raises is settled by the table
-            error = problem
-        self._pull.reconsider()  # the slot is free now; settling need not be waited for
-        try:
-            await self._settle(held, delivery, error)
-        except asyncio.CancelledError:
-            await self._hand_back([held])
-            raise
-        except JetwakeError as problem:
-            logger.warning("%s: message %d could not be settled: %s", self.spec.durable, held.facts.sequence, problem)
+        if problem is not None:
+            text = "%s: message %d could not be settled and comes again: %s"
+            logger.error(text, self.spec.durable, held.facts.sequence, problem, exc_info=_unexpected(problem))
             await self._hand_back([held], delay_s=1.0)
 
-    def _decoded(self, held: _Held) -> Delivery[M]:
+    async def _handled(self, held: _Held) -> None:
+        await self._handle(self._delivery(held))
+
+    def _delivery(self, held: _Held) -> Delivery[M]:
         raw, facts = held.raw, held.facts
         message: M = decode(raw.data, self._kind)
-        deliveries = max(1, facts.deliveries - self._excused.get(facts.sequence, 0))
-        return Delivery(message, raw.subject, deliveries, facts.stored_ns, facts.sequence, raw.headers)
+        return Delivery(message, raw.subject, self._counted(held), facts.stored_ns, facts.sequence, raw.headers)
+
+    def _counted(self, held: _Held) -> int:
+        return max(1, held.facts.deliveries - self._excused.get(held.identity, 0))
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self, held: _Held, delivery: Delivery[M] | None, error: BaseException | None) -> None:
-        if delivery is None:
-            await self._refuse(held, error if error is not None else Undecodable("no message"))
+    async def _settle(self, held: _Held, error: Exception | None) -> None:
+        if isinstance(error, Undecodable):
+            await self._refuse(held, error)
             return
-        verdict = settlement(error, delivery.deliveries, self._max_deliveries)
+        verdict = settlement(error, self._counted(held), self._max_deliveries)
         if error is not None:
             self._log(held, verdict, error)
-        if isinstance(error, NOT_NOW):
-            self._excuse(held.facts.sequence)
-        if verdict.tell_client and error is not None:
-            await self._fail(delivery, error if isinstance(error, JetwakeError) else JetwakeError(f"internal error: {error!r}"))
-        if verdict.dead_letter and error is not None:
-            await self._terminals.dead_letter(self._letter(held, error))
+            if isinstance(error, NOT_NOW):
+                self._excuse(held)
+            if verdict.tell_client:
+                ours = error if isinstance(error, JetwakeError) else JetwakeError(f"internal error: {error!r}")
+                await self._fail(self._delivery(held), ours)
+            if verdict.dead_letter:
+                await self._terminals.dead_letter(self._letter(held, error))
         await self._answer(held, verdict)
 
     async def _answer(self, held: _Held, verdict: Settlement) -> None:
@@ -222,6 +236,7 @@ class Consumer(Generic[M]):
         try:
             await self._confirmed(held, ACK if verdict.kind == "ack" else TERM)
         finally:
+            self._excused.pop(held.identity, None)
             self._forget(held)
 
     async def _confirmed(self, held: _Held, word: bytes) -> None:
@@ -237,7 +252,7 @@ class Consumer(Generic[M]):
                 if last:
                     logger.warning("%s: message %d is done but will come again: %s", self.spec.durable, held.facts.sequence, error)
 
-    async def _refuse(self, held: _Held, error: BaseException) -> None:
+    async def _refuse(self, held: _Held, error: Exception) -> None:
         """What cannot be decoded: kept for an operator, told to whoever its headers name, and taken off the queue."""
         logger.error("%s: message %d cannot be decoded: %s", self.spec.durable, held.facts.sequence, error)
         target = reply_target(held.raw.headers)
@@ -254,16 +269,17 @@ class Consumer(Generic[M]):
                 await self._bus.publish(each.raw.reply, nak(delay_s))
 
     def _forget(self, held: _Held) -> None:
-        self._held.pop(held.raw.reply, None)
+        if self._held.pop(held.identity, None) is not None and not held.begun:
+            self._unbegun -= 1
         self._pull.reconsider()
 
-    def _excuse(self, sequence: int) -> None:
+    def _excuse(self, held: _Held) -> None:
         """This delivery ended in "not now" and does not count. Only here: another worker counts it, which errs to the safe side."""
         if len(self._excused) >= _MAX_EXCUSED:
             self._excused.pop(next(iter(self._excused)))
-        self._excused[sequence] = self._excused.get(sequence, 0) + 1
+        self._excused[held.identity] = self._excused.get(held.identity, 0) + 1
 
-    def _letter(self, held: _Held, error: BaseException, target: ReplyTarget | None = None) -> DeadLetter:
+    def _letter(self, held: _Held, error: Exception, target: ReplyTarget | None = None) -> DeadLetter:
         target = target or reply_target(held.raw.headers)
         return DeadLetter(
             stage=self._stage, subject=held.raw.subject, payload=held.raw.data, deliveries=held.facts.deliveries, worker=self._worker,
@@ -271,17 +287,34 @@ class Consumer(Generic[M]):
             request_id=target.request_id if target else "",
         )  # fmt: skip
 
-    def _log(self, held: _Held, verdict: Settlement, error: BaseException) -> None:
-        expected = isinstance(error, JetwakeError)
-        level = logging.INFO if isinstance(error, NOT_NOW) or verdict.kind == "ack" else logging.WARNING if expected else logging.ERROR
+    def _log(self, held: _Held, verdict: Settlement, error: Exception) -> None:
+        usual = isinstance(error, NOT_NOW) or verdict.kind == "ack"
         text = "%s: message %d, delivery %d: %s, because %s"
-        facts = held.facts
-        logger.log(
-            level, text, self.spec.durable, facts.sequence, facts.deliveries, verdict.kind, error, exc_info=None if expected else error
-        )
+        facts = (self.spec.durable, held.facts.sequence, held.facts.deliveries, verdict.kind, error)
+        logger.log(logging.INFO if usual else logging.WARNING, text, *facts, exc_info=_unexpected(error))
+
+
+async def _outcome(work: Awaitable[None]) -> Exception | None:
+    """How it ended: the loop's boundary, so that no message can end the loop. Being cancelled passes through."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
+    try:
+        await work
+    except asyncio.CancelledError:
+        if task is None or task.cancelling() > cancels:
+            raise
+        return JetwakeError("the handler was cancelled from inside")  # a bug of the handler, not our shutting down
+    except Exception as problem:  # noqa: BLE001  the one place: whatever a handler raises is settled by the table
+        return problem
+    return None
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """For the log: our own errors say all in their text, anything else is a bug and worth its traceback."""
+    return None if isinstance(error, JetwakeError) else error
 
 
 def reply_target(headers: Mapping[str, str]) -> ReplyTarget | None:
     """Whom the headers name as waiting for the reply, if they do."""
-    parts = headers.get(REQUEST_ID_HEADER, "").split(".")
-    return ReplyTarget(*parts) if len(parts) == 3 and all(part.replace("-", "").replace("_", "").isalnum() for part in parts) else None
+    match = _REPLY_TARGET.fullmatch(headers.get(REQUEST_ID_HEADER, ""))
+    return ReplyTarget(*match.groups()) if match else None

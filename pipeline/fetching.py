@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..schemas.errors import BusError, NotPermitted
 from ..schemas.streams import ConsumerSpec
@@ -25,6 +26,7 @@ HEARTBEAT_S = 5.0
 SILENCE_S = 2 * HEARTBEAT_S + 1.0
 _PULL_BYTES = 16 << 20
 _HEARTBEAT = "100"
+_STARTING = "it starts"
 
 
 class StandingPull:
@@ -41,7 +43,8 @@ class StandingPull:
         self._subscription: Subscription | None = None
         self._pulls = 0
         self._failures = 0
-        self._lost = ""
+        self._lost = _STARTING
+        self._connection_is_new = asyncio.Event()
         self._heard = 0.0
 
     def reconsider(self) -> None:
@@ -54,8 +57,8 @@ class StandingPull:
         try:
             while True:
                 await self._bus.wait_connected()
-                if self._subscription is None or self._lost:
-                    await self._restart()
+                if self._lost:
+                    await self._recover()
                 else:
                     await self._adjust()
                     await self._wait_for_change()
@@ -64,32 +67,30 @@ class StandingPull:
             await self._take_back()
 
     async def _begin_anew(self) -> None:
-        """The broker forgot our pulls with the connection, and the inbox may still get an old one's answers."""
+        """The broker forgot our pulls with the connection, and perhaps the consumer too."""
         self._failures = 0
-        self._lose("the connection was new")
+        self._lose("the connection is new")
+        self._connection_is_new.set()
 
     def _lose(self, why: str) -> None:
         self._lost = why
         self._changed.set()
 
-    async def _restart(self) -> None:
-        """A fresh inbox, and the consumer declared. Failing is tried again, later each time."""
-        if self._lost and self._failures:
-            await asyncio.sleep(backoff_s(self._failures, first_s=0.1))
+    async def _recover(self) -> None:
+        """A fresh start with the consumer declared. Each try after a failed one waits longer, but no longer than for a reconnect."""
+        self._connection_is_new.clear()
+        if self._failures:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s(self._failures, first_s=0.1)):
+                    await self._connection_is_new.wait()
         self._failures += 1
         why, self._lost = self._lost, ""
         await self._leave_inbox()
         try:
             await self._declare()
-            self._inbox = self._bus.new_inbox()
-            self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._receive)
         except BusError as error:
             self._lose(f"{error.code}: {error}")
-        else:
-            self._heard = asyncio.get_running_loop().time()
-            self._changed.set()
-        if why:
-            logger.info("%s: fetching again, because %s", self._spec.durable, why)
+        logger.log(logging.INFO if why != _STARTING else logging.DEBUG, "%s: fetching anew, because %s", self._spec.durable, why)
 
     async def _declare(self) -> None:
         try:
@@ -104,10 +105,18 @@ class StandingPull:
             return
         wanted = free - self.outstanding
         # With many outstanding, single freed slots are gathered: the broker still has enough to send.
-        if wanted > 0 and (self.outstanding == 0 or wanted > free // 4):
-            await self._ask(wanted)
+        if wanted > free // 8:
+            try:
+                await self._ask(wanted)
+            except BusError as error:
+                self._lose(f"{error.code}: {error}")
 
     async def _ask(self, batch: int) -> None:
+        if self._subscription is None:
+            self._inbox = self._bus.new_inbox()
+            self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._receive)
+        if self.outstanding == 0:
+            self._heard = asyncio.get_running_loop().time()
         self._pulls += 1
         pull = {
             "batch": batch,
@@ -118,10 +127,7 @@ class StandingPull:
         }
         self.outstanding += batch
         subject = pull_subject(self._spec.stream, self._spec.durable)
-        try:
-            await self._bus.publish_with_reply(subject, json.dumps(pull).encode(), f"{self._inbox}.{self._pulls}")
-        except BusError as error:
-            self._lose(f"{error.code}: {error}")
+        await self._bus.publish_with_reply(subject, json.dumps(pull).encode(), f"{self._inbox}.{self._pulls}")
 
     async def _take_back(self) -> None:
         """There is no order to cancel a pull; leaving its inbox does it. A new inbox is for the next ones."""

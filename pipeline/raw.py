@@ -1,7 +1,7 @@
 """A message as it came from the broker, before anybody decodes it. Everything else of this package speaks in these."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -13,7 +13,7 @@ class RawMessage:
 
     subject: str
     data: bytes
-    headers: Mapping[str, str] = NO_HEADERS
+    headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
     reply: str = ""
 
     @property

@@ -1,0 +1,139 @@
+"""The KV cache of the simulated engine: who owns which block (`block_pool`) and what the blocks hold (the arena), kept in step.
+
+A block holds the fingerprint of its token prefix in every word. Room is given in order of arrival; whoever waits is woken by
+every change. `Leases` is the book of blocks kept for peers.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..schemas.blocks import block_count
+from .block_pool import BlockPool
+from .simulated_model import TokenSequence
+
+
+@dataclass
+class SequenceBlocks:
+    """The blocks of one sequence, in order; the first `hits` were in the cache already."""
+
+    sequence: TokenSequence
+    blocks: list[int] = field(default_factory=list[int])
+    hits: int = 0
+
+
+class Pulse:
+    """Wakes everybody who waits for the next change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+class SimulatedCache:
+    def __init__(self, pool: BlockPool, arena: NDArray[np.uint64]) -> None:
+        self.pool = pool
+        self.changed = Pulse()
+        self._arena = arena
+        self._queue = asyncio.Lock()
+
+    def used_fraction(self) -> float:
+        return self.pool.used_blocks / self.pool.num_blocks
+
+    async def allocate(self, owned: SequenceBlocks, timeout_s: float | None) -> None:
+        """Blocks for the sequence so far. Raises TimeoutError. Pairs with `release`."""
+        if not self._queue.locked() and self._take(owned):
+            return
+        async with asyncio.timeout(timeout_s), self._queue:
+            while not self._take(owned):
+                await self.changed.wait()
+
+    def has_room(self, owned: SequenceBlocks) -> bool:
+        """Whether every token so far has a place in a block, taking new blocks if there are any."""
+        missing = block_count(owned.sequence.num_tokens, self.pool.block_size_tokens) - len(owned.blocks)
+        return missing <= 0 or self.pool.grow(owned.blocks, missing)
+
+    def release(self, blocks: list[int]) -> None:
+        self.pool.release(blocks)
+        self.changed.ring()
+
+    def fill(self, owned: SequenceBlocks) -> None:
+        """Write what the cache did not have, and make the full blocks findable."""
+        fingerprints = owned.sequence.block_fingerprints()[owned.hits :]
+        self._arena[owned.blocks[owned.hits :]] = np.array(fingerprints, dtype=np.uint64)[:, None]
+        self.commit(owned)
+
+    def wrong_blocks(self, owned: SequenceBlocks) -> list[int]:
+        """The places in the sequence whose block does not hold, in every word, what it should."""
+        expected = np.array(owned.sequence.block_fingerprints(), dtype=np.uint64)
+        is_wrong = (self._arena[owned.blocks] != expected[:, None]).any(axis=1)
+        return [int(index) for index in np.flatnonzero(is_wrong)]
+
+    def commit(self, owned: SequenceBlocks) -> None:
+        """Make the full blocks findable, now that they hold what they should."""
+        for index in range(owned.hits, len(owned.sequence.full_hashes)):
+            self._commit_one(owned, index)
+
+    def store_last(self, owned: SequenceBlocks) -> None:
+        """The newest token made its block full."""
+        last = len(owned.sequence.full_hashes) - 1
+        if last < len(owned.blocks):
+            self._arena[owned.blocks[last]] = owned.sequence.full_hashes[last]
+            self._commit_one(owned, last)
+
+    def _take(self, owned: SequenceBlocks) -> bool:
+        allocation = self.pool.allocate(owned.sequence.num_tokens, owned.sequence.full_hashes)
+        if allocation is None:
+            return False
+        owned.blocks, owned.hits = allocation.blocks, allocation.hits
+        return True
+
+    def _commit_one(self, owned: SequenceBlocks, index: int) -> None:
+        self.pool.commit(owned.blocks[index], owned.sequence.full_hashes[index], owned.sequence.parent_of(index))
+
+
+@dataclass
+class Lease:
+    blocks: list[int]
+    expires_at: float
+
+
+class Leases:
+    """Blocks kept for peers, by engine request id. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._leases
+
+    def items(self) -> Iterator[tuple[str, Lease]]:
+        return iter(self._leases.items())
+
+    def add(self, name: str, blocks: list[int], expires_at: float) -> None:
+        self._leases[name] = Lease(blocks, expires_at)
+
+    def extend(self, name: str, expires_at: float) -> None:
+        """To no earlier than this. Unknown names are ignored."""
+        if lease := self._leases.get(name):
+            lease.expires_at = max(lease.expires_at, expires_at)
+
+    def end(self, name: str) -> list[int] | None:
+        """The blocks, to be released; None for a name that is not (or no longer) held."""
+        lease = self._leases.pop(name, None)
+        return lease.blocks if lease else None
+
+    def expired(self, now: float) -> list[str]:
+        return [name for name, lease in self._leases.items() if lease.expires_at <= now]

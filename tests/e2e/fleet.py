@@ -1,0 +1,77 @@
+"""A whole Jetwake in this process: real broker, real NIXL between simulated engines, the same composition as the commands run."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
+from jetwake.deploy.app import RouterSettings, WorkerSettings, run_router, run_worker
+from jetwake.deploy.local import wait_until_served
+from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.producers.client import Client
+
+MODEL = "sim"
+
+
+class Fleet:
+    def __init__(self, broker: BrokerSettings) -> None:
+        self.broker = broker
+        self.engines: dict[str, SimulatedEngine] = {}
+        self._stops: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start_router(self, name: str = "router-1", policy: str = "least_loaded") -> None:
+        stop = self._stops[name] = asyncio.Event()
+        settings = RouterSettings(name=name, policy=policy)
+        self._tasks[name] = asyncio.create_task(run_router(settings, self.broker, TopologySettings(), stop))
+
+    def start_worker(self, role: Any, name: str, worker_options: dict[str, Any] | None = None, **engine_options: Any) -> None:
+        stop = self._stops[name] = asyncio.Event()
+        engine = self.engines[name] = SimulatedEngine(SimulatedSettings(**{"model": MODEL, **engine_options}))
+        settings = WorkerSettings(name=name, role=role, **(worker_options or {}))
+        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self.broker, TopologySettings(), stop))
+
+    async def stop(self, name: str) -> None:
+        """Drain it and wait for its end. Raises what ended it otherwise."""
+        self._stops.pop(name).set()
+        await self._tasks.pop(name)
+
+    async def kill(self, name: str) -> None:
+        """End it without a drain, as near to a crash as one process allows."""
+        self._stops.pop(name)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def stop_all(self) -> None:
+        for name in [*reversed(self._tasks)]:
+            await self.stop(name)
+
+    def check(self) -> None:
+        """Raises what ended a part of the fleet that should still run."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+
+
+@asynccontextmanager
+async def fleet_of(
+    url: str, prefill: int = 0, decode: int = 0, aggregated: int = 0, policy: str = "least_loaded", **engine_options: Any
+) -> AsyncIterator[tuple[Fleet, Client]]:
+    """Yields when a request was served."""
+    fleet = Fleet(BrokerSettings(url=url))
+    fleet.start_router(policy=policy)
+    for role, count in (("prefill", prefill), ("decode", decode), ("aggregated", aggregated)):
+        for number in range(1, count + 1):
+            fleet.start_worker(role, f"{role}-{number}", **engine_options)
+    try:
+        async with asyncio.timeout(30):
+            await wait_until_served(fleet.broker, engine_options.get("model", MODEL))
+    except TimeoutError:
+        fleet.check()
+        raise
+    async with Client.connect(fleet.broker) as client:
+        yield fleet, client
+        fleet.check()
+    await fleet.stop_all()
