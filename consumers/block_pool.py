@@ -57,7 +57,7 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._hash_of: list[int | None] = [None] * num_blocks
         self._block_of: dict[int, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._blank = list(range(num_blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._record_events = record_events
         self._events: list[PoolEvent] = []
@@ -101,25 +101,31 @@ class BlockPool:
             if not self._owners[block]:
                 del self._idle[block]
             self._owners[block] += 1
-        return Allocation(hits + [self._take() for _ in range(missing)], len(hits))
+        return Allocation(hits + self._take(missing), len(hits))
 
     def grow(self, blocks: list[int], count: int = 1) -> bool:
         """Append `count` new blocks to `blocks`; False, and nothing changed, when there is not enough room."""
         if count > self.free_blocks:
             return False
-        blocks.extend(self._take() for _ in range(count))
+        blocks += self._take(count)
         return True
 
-    def commit(self, block: int, block_hash: int, parent_hash: int = 0) -> bool:
-        """This used block is full and holds the prefix `block_hash`. False when another block is already cached for it."""
-        if not self._owners[block]:
-            raise ValueError(f"block {block} is not in use")
-        if block_hash in self._block_of or self._hash_of[block] is not None:
-            return False
-        self._hash_of[block] = block_hash
-        self._block_of[block_hash] = block
-        self._note(Stored(block_hash, parent_hash))
-        return True
+    def commit(self, blocks: Sequence[int], hashes: Sequence[int], start: int = 0, root: int = 0) -> None:
+        """From place `start` on, these used blocks are full and hold the prefixes named by `hashes`, whose chain begins at `root`.
+
+        A prefix that another block is cached for already stays with that block.
+        """
+        hash_of, block_of = self._hash_of, self._block_of
+        for place in range(start, len(hashes)):
+            block, block_hash = blocks[place], hashes[place]
+            if not self._owners[block]:
+                raise ValueError(f"block {block} is not in use")
+            if block_hash in block_of or hash_of[block] is not None:
+                continue
+            hash_of[block] = block_hash
+            block_of[block_hash] = block
+            if self._record_events:
+                self._note(Stored(block_hash, hashes[place - 1] if place else root))
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner lets go of each of these. The last owner's cached blocks stay hittable until their room is needed."""
@@ -142,7 +148,8 @@ class BlockPool:
         self._block_of.clear()
         self._blank.extend(self._idle)
         self._idle.clear()
-        self._note(Cleared())
+        if self._record_events:
+            self._note(Cleared())
 
     def cached_hashes(self) -> Iterator[int]:
         return iter(self._block_of)
@@ -152,25 +159,28 @@ class BlockPool:
         self._events, self._events_lost = [], False
         return taken
 
-    def _take(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
-        else:
+    def _take(self, count: int) -> list[int]:
+        """The caller has seen that there are enough."""
+        split = max(len(self._blank) - count, 0)
+        taken = self._blank[split:]
+        del self._blank[split:]
+        while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
-        self._owners[block] = 1
-        return block
+            taken.append(block)
+        for block in taken:
+            self._owners[block] = 1
+        return taken
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             self._hash_of[block] = None
             del self._block_of[block_hash]
-            self._note(Removed(block_hash))
+            if self._record_events:
+                self._note(Removed(block_hash))
 
     def _note(self, event: PoolEvent) -> None:
-        if not self._record_events:
-            return
         if len(self._events) >= MAX_UNTAKEN_EVENTS:
             self._events, self._events_lost = [], True
         self._events.append(event)

@@ -41,7 +41,8 @@ class SimulatedSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    model: str = Field(default="simulated", min_length=1, description="source of the tokenizer: a folder or a name on the model hub")
+    model: str = Field(default="simulated", min_length=1)
+    tokenizer: str = Field(default="", description="folder or hub name of one, to see words; empty: clients see token numbers")
     served_name: str = Field(default="", description="what clients call it; empty: the name of the model")
     vocabulary_size: int = Field(default=32_000, ge=2)
     max_model_len_tokens: int = Field(default=32_768, ge=2)
@@ -114,7 +115,7 @@ class SimulatedEngine:
             engine_id=self._engine_id,
             model=ModelCard(
                 model=settings.name,
-                source=settings.model,
+                source=settings.tokenizer,
                 vocabulary_size=settings.vocabulary_size,
                 max_model_len_tokens=settings.max_model_len_tokens,
                 block_size_tokens=settings.block_size_tokens,

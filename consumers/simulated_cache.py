@@ -80,15 +80,15 @@ class SimulatedCache:
 
     def commit(self, owned: SequenceBlocks) -> None:
         """Make the full blocks findable, now that they hold what they should."""
-        for index in range(owned.hits, len(owned.sequence.full_hashes)):
-            self._commit_one(owned, index)
+        sequence = owned.sequence
+        self.pool.commit(owned.blocks, sequence.full_hashes, owned.hits, sequence.root)
 
     def store_last(self, owned: SequenceBlocks) -> None:
         """The newest token made its block full."""
         last = len(owned.sequence.full_hashes) - 1
         if last < len(owned.blocks):
             self._arena[owned.blocks[last]] = owned.sequence.full_hashes[last]
-            self._commit_one(owned, last)
+            self.pool.commit(owned.blocks, owned.sequence.full_hashes, last, owned.sequence.root)
 
     def _take(self, owned: SequenceBlocks) -> bool:
         allocation = self.pool.allocate(owned.sequence.num_tokens, owned.sequence.full_hashes)
@@ -96,9 +96,6 @@ class SimulatedCache:
             return False
         owned.blocks, owned.hits = allocation.blocks, allocation.hits
         return True
-
-    def _commit_one(self, owned: SequenceBlocks, index: int) -> None:
-        self.pool.commit(owned.blocks[index], owned.sequence.full_hashes[index], owned.sequence.parent_of(index))
 
 
 @dataclass

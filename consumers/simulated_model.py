@@ -40,14 +40,11 @@ class TokenSequence:
         self.num_tokens = len(tokens) // 4
         self.full_hashes = block_hashes(tokens, block_size_tokens, root)
         self._block_bytes = 4 * block_size_tokens
-        self._root = root
+        self.root = root
         self._tail = tokens[len(self.full_hashes) * self._block_bytes :]
 
-    def parent_of(self, index: int) -> int:
-        return self.full_hashes[index - 1] if index else self._root
-
     def fingerprint(self) -> int:
-        parent = self.parent_of(len(self.full_hashes))
+        parent = self.full_hashes[-1] if self.full_hashes else self.root
         return _digest(self._tail, parent) if self._tail else parent
 
     def block_fingerprints(self) -> list[int]:

@@ -19,7 +19,7 @@ import platformdirs
 from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
-from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError
+from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
 from .engines import ENGINES, parse_engine_options
 from .nats_server import NatsServer
 from .supervisor import Child, Supervisor
@@ -177,12 +177,10 @@ async def _say_ready(system: LocalSystem, broker: BrokerSettings, on_ready: Call
 
 async def wait_until_served(broker: BrokerSettings, model: str) -> None:
     """Returns when a tiny request went through the whole pipeline: also the first handshake and the first pull are done then."""
-    async with Client.connect(broker) as client:
-        while model not in {card.model for card in await client.models()}:
-            await asyncio.sleep(0.1)
-        while True:
-            try:
+    while True:
+        try:
+            async with Client.connect(broker) as client:
                 await client.generate([1], model=model, max_tokens=2, temperature=0.0, ignore_eos=True, timeout_s=CANARY_TIMEOUT_S)
-            except DeadlineExceeded:
-                continue
-            return
+                return
+        except (StreamMissing, UnknownModel, DeadlineExceeded):
+            await asyncio.sleep(0.1)  # nobody has declared the streams, told of the model, or taken the request yet

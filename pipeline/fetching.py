@@ -166,5 +166,7 @@ class StandingPull:
         elif PENDING_MESSAGES_HEADER in message.headers:  # this pull has ended, with so many messages not sent
             self.outstanding = max(0, self.outstanding - int(message.headers[PENDING_MESSAGES_HEADER]))
         else:
+            # Perhaps somebody takes the queue over: let them make their consumer before we make ours again.
+            self._failures = max(self._failures, 2)
             self._lose(f"the broker said {message.status} {message.headers.get('Description', 'no responders')}")
         self._changed.set()

@@ -2,7 +2,7 @@
 
     async with Client.connect("nats://127.0.0.1:4222") as client:
         answer = await client.generate("The capital of France is", max_tokens=8)
-        async for piece in await client.submit([{"role": "user", "content": "Hello"}]):
+        async for piece in client.stream([{"role": "user", "content": "Hello"}]):
             print(piece.text, end="")
 
 Writes `jw.requests.<model>.<class>` and `jw.cancel.<request>`, reads `jw.replies.<client>.>` and `jw.results`. Promises: a request
@@ -122,7 +122,7 @@ class Submitted:
                 raise
             raise DeadlineExceeded(f"no ending of {self.request_id} was heard by its deadline") from None
         finally:
-            await self._replies.close()
+            self._replies.close()
 
     def _piece(self, chunk: TokenChunk) -> Piece:
         if self._first_s is None:
@@ -231,6 +231,18 @@ class Client:
         text = TextStream(codec, request.sampling.stop, request.sampling.include_stop_str_in_output, request.sampling.skip_special_tokens)
         return await self._publish(request, text)
 
+    async def stream(self, prompt: str | Sequence[int] | Sequence[ChatMessage], **options: Any) -> AsyncIterator[Piece]:
+        """`submit`, and the pieces as they come. Leaving the loop early cancels the request."""
+        submitted = await self.submit(prompt, **options)
+        ended = False
+        try:
+            async for piece in submitted:
+                yield piece
+            ended = True
+        finally:
+            if not ended:
+                await submitted.cancel()
+
     async def generate(self, prompt: str | Sequence[int] | Sequence[ChatMessage], **options: Any) -> Answer:
         """`submit` and wait for the end."""
         submitted = await self.submit(prompt, **options)
@@ -245,7 +257,7 @@ class Client:
         )
 
     async def _publish(self, request: InferenceRequest, text: TextStream) -> Submitted:
-        replies = await self._inbox.open(request.request_id, request.model)
+        replies = self._inbox.open(request.request_id, request.model)
         sent_s = time.perf_counter()
         try:
             await self._publisher.store(
@@ -255,10 +267,10 @@ class Client:
                 headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
             )
         except StreamFull as error:
-            await replies.close()
+            replies.close()
             raise Overloaded(f"the request queue is full: {error}") from error
         except BaseException:
-            await replies.close()
+            replies.close()
             raise
         return Submitted(self, request, replies, text, sent_s)
 

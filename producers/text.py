@@ -43,14 +43,12 @@ def load_text_codec(source: str) -> TextCodec:
     """The tokenizer of a model folder or hub name; numbers in place of words for an engine without one (empty source)."""
     if not source:
         return NumberCodec()
-    folder = Path(source)
+    folder = Path(source) if Path(source).is_dir() else _from_hub(source)
     try:
-        if folder.is_dir():
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return TokenizerCodec(tokenizer, _read_chat_template(folder), _special_tokens(folder))
-        return TokenizerCodec(Tokenizer.from_pretrained(source), "", {})
-    except Exception as error:  # the library's own errors are plain Exceptions
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
         raise SetupError(f"cannot load the tokenizer of {source!r}: {error}") from error
+    return TokenizerCodec(tokenizer, _read_chat_template(folder), _special_tokens(folder))
 
 
 class TokenizerCodec:
@@ -174,6 +172,16 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 def _refuse(text: str) -> None:
     raise TemplateError(text)
+
+
+def _from_hub(name: str) -> Path:
+    """The tokenizer files of a hub model, from the local cache or the hub. Raises SetupError."""
+    from huggingface_hub import snapshot_download  # slow to import, and local folders need none of it
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]))
+    except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
+        raise SetupError(f"cannot fetch the tokenizer of {name!r}: {error}") from error
 
 
 def _read_chat_template(folder: Path) -> str:

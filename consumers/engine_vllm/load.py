@@ -6,34 +6,34 @@ An engine without work makes no records: then the last one stays true, and its a
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
-class LoadRecord(StatLoggerBase):
-    """The last step's figures, kept by the engine that made this object."""
+class LoadRecord(PrometheusStatLogger):
+    """The last step's figures.
 
-    def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0) -> None:
+    It takes the place of vLLM's Prometheus logger and exports nothing: that one costs hundreds of updates a second while blocks are
+    held, and registers its names in the process, so that a second engine could not start.
+    """
+
+    # The parent's constructor would register those names.
+    def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int] | None = None) -> None:
         self.running_requests = 0
         self.waiting_requests = 0
         self.cache_usage = 0.0
         self.preemptions = 0
         self.recorded_at_s = time.monotonic()
 
-    def factory(self, vllm_config: "VllmConfig", engine_index: int = 0) -> "LoadRecord":
-        """vLLM wants to make its loggers itself; this one is made already."""
-        return self
-
     def record(
         self,
         scheduler_stats: "SchedulerStats | None",
         iteration_stats: "IterationStats | None",
-        mm_cache_stats: "MultiModalCacheStats | None" = None,
+        mm_cache_stats: Any = None,
         engine_idx: int = 0,
-        **_: Any,
     ) -> None:
         self.recorded_at_s = time.monotonic()
         if iteration_stats is not None:
@@ -43,5 +43,16 @@ class LoadRecord(StatLoggerBase):
             self.waiting_requests = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.cache_usage = scheduler_stats.kv_cache_usage
 
+    def record_admission_rejection(self, reason: str) -> None:
+        """Admission is not vLLM's business here."""
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """The engine never sleeps."""
+
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
+
+
+def load_record(llm: Any) -> LoadRecord:
+    """The record that this AsyncLLM made when it was given the class."""
+    return next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecord))

@@ -23,7 +23,7 @@ from ...schemas.replies import PositionLogprobs
 from ...schemas.tokens import unpack_tokens
 from ..engine import Leg
 from . import sampling
-from .load import LoadRecord
+from .load import LoadRecord, load_record
 from .settings import VllmSettings, engine_arguments, unknown_arguments
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class Step:
 
 
 class Runtime:
-    def __init__(self, settings: VllmSettings, llm: AsyncLLM, load: LoadRecord) -> None:
+    def __init__(self, settings: VllmSettings, llm: AsyncLLM) -> None:
         self._settings = settings
         self._llm = llm
         self._loras = {name: LoRARequest(name, number, path) for number, (name, path) in enumerate(settings.lora_adapters.items(), 1)}
-        self.load = load
+        self.load = load_record(llm)
 
     @classmethod
     def build(cls, settings: VllmSettings, engine_id: str) -> "Runtime":
@@ -59,16 +59,15 @@ class Runtime:
         arguments = engine_arguments(settings, engine_id)
         unknown_arguments(arguments, frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs)))
         # Config objects are made from plain mappings here, so that settings need not import vLLM.
-        load = LoadRecord()
         try:
             arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
             if "kv_events_config" in arguments:
                 arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
             arguments.setdefault("disable_log_stats", True)
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[load.factory])
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecord])
         except (VLLMError, ValueError, TypeError, AssertionError, OSError, RuntimeError, ImportError) as error:
             raise SetupError(f"vLLM does not start with {settings.model}: {error}") from error
-        return cls(settings, llm, load)
+        return cls(settings, llm)
 
     @property
     def dead(self) -> bool:

@@ -42,11 +42,17 @@ class Fleet:
         self._stops.pop(name)
         task = self._tasks.pop(name)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        [outcome] = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            raise outcome
 
     async def stop_all(self) -> None:
         for name in [*reversed(self._tasks)]:
             await self.stop(name)
+
+    async def kill_all(self) -> None:
+        for name in list(self._tasks):
+            await self.kill(name)
 
     def check(self) -> None:
         """Raises what ended a part of the fleet that should still run."""
@@ -68,10 +74,9 @@ async def fleet_of(
     try:
         async with asyncio.timeout(30):
             await wait_until_served(fleet.broker, engine_options.get("model", MODEL))
-    except TimeoutError:
+        async with Client.connect(fleet.broker) as client:
+            yield fleet, client
         fleet.check()
-        raise
-    async with Client.connect(fleet.broker) as client:
-        yield fleet, client
-        fleet.check()
-    await fleet.stop_all()
+        await fleet.stop_all()
+    finally:
+        await fleet.kill_all()
