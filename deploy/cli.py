@@ -60,7 +60,7 @@ def main() -> None:
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs a command's coroutine; our errors become one line on standard error and an exit code."""
-    from ..schemas.errors import BusError, InvalidRequest, JetwakeError, SetupError, UnknownModel
+    from ..schemas.errors import BusError, JetwakeError, RequestRefused, SetupError
 
     try:
         asyncio.run(body())
@@ -68,7 +68,7 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
         code = EXIT_FAILED
         if isinstance(error, BusError):
             code = EXIT_NO_BROKER
-        elif isinstance(error, SetupError | InvalidRequest | UnknownModel):
+        elif isinstance(error, SetupError | RequestRefused):
             code = EXIT_USAGE
         print(f"jetwake: {error}", file=sys.stderr)
         raise typer.Exit(code) from error

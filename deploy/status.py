@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +51,7 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
                 for card in cards
             ],
             "queues": {subject: {"pending": count.pending, "in_progress": count.in_progress} for subject, count in queues.items()},
-            "streams": await stream_counts(bus),
+            "streams": {name: asdict(count) for name, count in (await stream_counts(bus)).items()},
         }
 
 
@@ -69,8 +71,8 @@ def print_status(status: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(status))
         return
     console = Console()
-    workers = Table(title="workers", title_justify="left")
-    for heading in ("worker", "role", "state", "model", "running", "slots", "blocks used", "held", "peers"):
+    workers = Table(title="workers", title_justify="left", box=SIMPLE)
+    for heading in ("worker", "role", "state", "model", "running", "blocks", "held", "peers"):
         workers.add_column(heading)
     for worker in status["workers"]:
         load = worker["load"] or {}
@@ -79,14 +81,13 @@ def print_status(status: dict[str, Any], as_json: bool) -> None:
             worker["role"],
             worker["state"],
             worker["model"],
-            str(load.get("running_requests", "?")),
-            str(worker["capacity"]["slots"]),
-            f"{load.get('used_blocks', '?')} of {worker['capacity']['blocks']}",
+            f"{load.get('running_requests', '?')}/{worker['capacity']['slots']}",
+            f"{load.get('used_blocks', '?')}/{worker['capacity']['blocks']}",
             str(load.get("held_blocks", "?")),
             str(len(worker["peers"])),
         )
     console.print(workers)
-    queues = Table(title="queues", title_justify="left")
+    queues = Table(title="queues", title_justify="left", box=SIMPLE)
     for heading in ("subject", "pending", "in progress"):
         queues.add_column(heading)
     for subject, count in status["queues"].items():
