@@ -314,7 +314,7 @@ def encoded_headers_bytes(headers: Mapping[str, str] | None) -> int:
     """Bytes of the header block as sent: a version line, one line each, an empty line."""
     if not headers:
         return 0
-    return 14 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+    return 12 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
 
 
 def _tls_context(settings: BrokerSettings) -> ssl.SSLContext | None:

@@ -23,6 +23,7 @@ from .jetstream import (
     KV_OPERATION_HEADER,
     MARKER_REASON_HEADER,
     ROLLUP_HEADER,
+    SEQUENCE_HEADER,
     SUBJECT_HEADER,
     bucket_stream,
     key_subject,
@@ -109,8 +110,11 @@ class CardKeeper:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    """`heard`: when it was last renewed, by our own clock. `sequence`: of the stored card last read, 0 before."""
+
     card: WorkerCard
     heard: float
+    sequence: int = 0
 
 
 class Registry:
@@ -201,7 +205,7 @@ class Registry:
             worker = last_token(message.headers.get(SUBJECT_HEADER, message.subject))
             if worker not in heard and _kind_of(message) == "card":
                 found.add(worker)
-                self._learn(worker, message.data)
+                self._learn(worker, message.data, int(message.headers.get(SEQUENCE_HEADER, "0")))
         if asyncio.get_running_loop().time() >= self._hold_until:
             for worker in set(self._known) - found - heard:
                 logger.info("worker %s is gone: its card has expired", worker)
@@ -218,15 +222,18 @@ class Registry:
             logger.info("worker %s has left", worker)
         self._show()
 
-    def _learn(self, worker: str, data: bytes) -> None:
+    def _learn(self, worker: str, data: bytes, sequence: int = 0) -> None:
         try:
             card = decode(data, WorkerCard)
         except Undecodable as error:
             logger.warning("the card of %s cannot be read: %s", worker, error)
             return
-        old = self._known.get(worker)
-        same = old is not None and old.card == card
-        self._known[worker] = _Known(old.card if same and old else card, asyncio.get_running_loop().time())
+        old, heard = self._known.get(worker), asyncio.get_running_loop().time()
+        if old is not None and old.card == card:
+            card = old.card
+            if sequence and old.sequence in (0, sequence):  # the stored card is the one we know: it is no sign of life
+                heard = old.heard
+        self._known[worker] = _Known(card, heard, sequence)
 
     def _show(self) -> None:
         """Replaces the public view when it says something new."""
@@ -263,7 +270,13 @@ class ModelCatalogue:
     async def all(self) -> list[ModelCard]:
         """By name."""
         messages = await last_messages(self._bus, bucket_stream(MODELS_BUCKET.name), self._subject_of_all)
-        cards = [decode(message.data, ModelCard) for message in messages if _kind_of(message) == "card"]
+        cards: list[ModelCard] = []
+        for message in messages:
+            if _kind_of(message) == "card":
+                try:
+                    cards.append(decode(message.data, ModelCard))
+                except Undecodable as error:
+                    logger.warning("a model card cannot be read: %s: %s", message.headers.get(SUBJECT_HEADER, ""), error)
         return sorted(cards, key=lambda card: card.model)
 
     _subject_of_all = key_subject(MODELS_BUCKET.name, ">")

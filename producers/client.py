@@ -161,6 +161,7 @@ class Client:
 
     def __init__(self, bus: Bus, name: str) -> None:
         self.name = name
+        self.default_model: str | None = None
         self._bus = bus
         self._publisher = Publisher(bus)
         self._catalogue = ModelCatalogue(bus, self._publisher)
@@ -203,10 +204,12 @@ class Client:
     ) -> Submitted:
         """Publishes one request. `prompt`: text, token ids, or chat messages; `sampling`: the fields of `Sampling`.
 
+        `model`: else `default_model`, else the only one there is.
+
         When this returns, the request is accepted: it will end. Raises InvalidRequest, PromptTooLong, PayloadTooLarge,
         UnknownModel (before anything is sent), Overloaded (try again later), BrokerUnavailable.
         """
-        card = await self._model(model)
+        card = await self._model(model or self.default_model)
         codec = await self._codec(card)
         token_ids = encode_prompt(codec, prompt)
         room_tokens = card.max_model_len_tokens - len(token_ids)

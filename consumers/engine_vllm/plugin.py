@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import platform
 import signal
 import sys
 from typing import Any
@@ -18,6 +19,9 @@ OWNER_VARIABLE = "JETWAKE_ENGINE_OWNER"
 PROGRESS_DELAY_VARIABLE = "JETWAKE_NIXL_PROGRESS_DELAY_US"
 
 _PR_SET_PDEATHSIG = 1
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
 
 
 def register() -> None:
@@ -26,6 +30,9 @@ def register() -> None:
     if not owner or os.getpid() == int(owner):
         return
     die_with_parent()
+    # Ctrl-C reaches every process of a terminal: the worker hears it, lets its requests finish, and then ends the engine.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    allow_matrix_tiles()
     slow_down_progress_thread(int(os.environ.get(PROGRESS_DELAY_VARIABLE, "0")))
 
 
@@ -37,6 +44,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent.pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_matrix_tiles() -> None:
+    """On x86 with AMX a process must ask the kernel before it uses the tiles, else it dies of an illegal instruction.
+
+    vLLM's attention uses them and leaves the asking to a library that only large matrices reach: a decode engine whose first step
+    ever is a pulled request would die. Where there is no AMX the kernel declines, and nothing uses it.
+    """
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        ctypes.CDLL(None, use_errno=True).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
 
 
 def slow_down_progress_thread(delay_us: int) -> None:

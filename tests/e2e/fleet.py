@@ -66,6 +66,7 @@ async def fleet_of(
     url: str, prefill: int = 0, decode: int = 0, aggregated: int = 0, policy: str = "least_loaded", **engine_options: Any
 ) -> AsyncIterator[tuple[Fleet, Client]]:
     """Yields when a request was served."""
+    model = engine_options.get("model", MODEL)
     fleet = Fleet(BrokerSettings(url=url))
     fleet.start_router(policy=policy)
     for role, count in (("prefill", prefill), ("decode", decode), ("aggregated", aggregated)):
@@ -73,8 +74,9 @@ async def fleet_of(
             fleet.start_worker(role, f"{role}-{number}", **engine_options)
     try:
         async with asyncio.timeout(30):
-            await wait_until_served(fleet.broker, engine_options.get("model", MODEL))
+            await wait_until_served(fleet.broker, model)
         async with Client.connect(fleet.broker) as client:
+            client.default_model = model
             yield fleet, client
         fleet.check()
         await fleet.stop_all()

@@ -7,7 +7,7 @@ for a time to pass: a test awaits the fact (drained, freed, raised), and the tes
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -36,7 +36,6 @@ class Pair:
     forget_prefixes: Callable[[], Awaitable[None]]
     first_token_id: int = 10
     num_token_ids: int = 200
-    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def block(self) -> int:
@@ -97,12 +96,17 @@ async def handoff(pair: Pair, prompt: bytes, sampling: Sampling = GREEDY) -> tup
     return first, first.kv
 
 
+async def until(fact: Callable[[], bool]) -> None:
+    """For facts that nothing tells of; the test's timeout is the limit."""
+    while not fact():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 async def nothing_used(pair: Pair) -> None:
     """Returns when no block is used on either side; drains first, so that held blocks must have been let go by the test."""
     for engine in (pair.prefill, pair.decode):
         await engine.drain()
-        while engine.stats().used_blocks:
-            await asyncio.sleep(0.01)
+        await until(lambda engine=engine: engine.stats().used_blocks == 0)
 
 
 class EngineConformance:
@@ -227,8 +231,7 @@ class EngineConformance:
         assert held[kv.engine_request_id].blocks == kv.held_blocks == 4
         assert held[kv.engine_request_id].lease_remaining_s > 0
         await collect(pair.decode, leg(prompt, forced=first.first_tokens, kv=kv))
-        while await pair.prefill.held():
-            await asyncio.sleep(0.01)
+        await pair.prefill.drain()
 
     async def test_extend_only_lengthens(self, pair: Pair) -> None:
         _, kv = await handoff(pair, pair.prompt(20, salt=35))
@@ -237,8 +240,7 @@ class EngineConformance:
         await pair.prefill.extend([name], 1.0)
         assert (await pair.prefill.held())[name].lease_remaining_s > 400
         await pair.prefill.release([name])
-        while await pair.prefill.held():
-            await asyncio.sleep(0.01)
+        await pair.prefill.drain()
 
     async def test_unknown_names_are_ignored(self, pair: Pair) -> None:
         await pair.prefill.release(["nobody"])

@@ -26,6 +26,7 @@ from .conformance import (
     handoff,
     leg,
     nothing_used,
+    until,
 )
 
 SETTINGS = SimulatedSettings(vocabulary_size=1000, max_model_len_tokens=1024, num_blocks=512)
@@ -87,11 +88,6 @@ class TestLife(EngineLifeConformance):
     pass
 
 
-async def until(fact: Callable[[], bool]) -> None:
-    while not fact():
-        await asyncio.sleep(0.001)
-
-
 async def test_conformance_with_time(new_pair: NewPair) -> None:
     """With steps that take time the answers are the same, and requests share the steps."""
     pair = await new_pair(timing=PolynomialTiming((0, 0, 1), (0, 0, 1), least_decode_ms=0.1, speed=5))
@@ -138,7 +134,9 @@ async def test_allowed_tokens_are_obeyed(pair: Pair) -> None:
     assert set(answer.tokens) <= {5, 6}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(stop=["x"]), Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(stop=["x"]), Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])]
+)
 async def test_what_needs_text_is_refused(pair: Pair, sampling: Sampling) -> None:
     with pytest.raises(EngineRefused, match="no tokenizer"):
         await pair.prefill.prefill(leg(pair.prompt(20), sampling))

@@ -1,0 +1,188 @@
+"""The connection: what it refuses, what it survives, and what it says when it cannot go on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.connection import Bus, RawMessage, encoded_headers_bytes
+from jetwake.pipeline.jetstream import delivery_facts, nak
+from jetwake.pipeline.settings import BrokerSettings
+from jetwake.schemas.errors import BrokerUnavailable, BusRejected, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
+
+from .harness import until
+
+
+async def test_request_and_answer(bus: Bus, unique: str) -> None:
+    def answer(message: RawMessage) -> None:
+        tasks.append(asyncio.create_task(bus.publish(message.reply, message.data[::-1], {"Seen": message.headers["Sent"]})))
+
+    tasks: list[asyncio.Task[None]] = []
+    await bus.subscribe(unique, answer)
+    reply = await bus.request(unique, b"abc", {"Sent": "yes"})
+    assert (reply.data, reply.headers["Seen"]) == (b"cba", "yes")
+
+
+async def test_nobody_there_is_said_at_once(bus: Bus, unique: str) -> None:
+    with pytest.raises(StreamMissing):
+        await bus.request(unique, b"")
+
+
+async def test_silence_is_said_after_the_timeout(bus: Bus, unique: str) -> None:
+    await bus.subscribe(unique, lambda _: None)
+    with pytest.raises(BrokerUnavailable):
+        await bus.request(unique, b"", timeout_s=0.05)
+
+
+async def test_too_large_a_message_is_refused_and_the_connection_stays(bus: Bus, unique: str) -> None:
+    for payload, headers in ((bytes(bus.max_payload_bytes + 1), None), (bytes(bus.max_payload_bytes - 3), {"A": "b"})):
+        with pytest.raises(PayloadTooLarge):
+            await bus.publish(unique, payload, headers)
+    await bus.flush()
+    assert bus.connected
+
+
+async def test_a_callback_that_raises_hears_the_next_message(bus: Bus, unique: str) -> None:
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def callback(message: RawMessage) -> None:
+        if message.data == b"bad":
+            raise ValueError("bad")
+        heard.set_result(message.data)
+
+    await bus.subscribe(unique, callback)
+    await bus.publish(unique, b"bad")
+    await bus.publish(unique, b"good")
+    async with asyncio.timeout(5):
+        assert await heard == b"good"
+
+
+async def test_leaving_twice_is_allowed(bus: Bus, unique: str) -> None:
+    subscription = await bus.subscribe(unique, lambda _: None)
+    await subscription.unsubscribe()
+    await subscription.unsubscribe()
+
+
+async def test_no_server_is_said_after_the_connect_timeout() -> None:
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
+        await Bus.open(BrokerSettings(url="nats://127.0.0.1:1", connect_timeout_s=0.5), "test")
+
+
+async def test_a_missing_credentials_file_is_a_setup_error(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="nothing"):
+        await Bus.open(BrokerSettings(credentials_file=tmp_path / "nothing"), "test")
+
+
+async def test_callbacks_run_after_each_reconnect_until_they_succeed(own_server: NatsServer) -> None:
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        ran: list[str] = []
+        done = asyncio.Event()
+
+        async def failing() -> None:
+            ran.append("failing")
+            if ran.count("failing") < 3:
+                raise BrokerUnavailable("not yet")
+            done.set()
+
+        async def good() -> None:
+            ran.append("good")
+
+        bus.on_reconnect(failing)
+        bus.on_reconnect(good)
+        await own_server.restart()
+        async with asyncio.timeout(20):
+            await done.wait()
+        assert ran[:2] == ["failing", "good"]
+        assert ran.count("failing") == 3
+        assert ran.count("good") == 1
+
+
+async def test_waiters_fail_at_once_when_the_broker_dies(own_server: NatsServer) -> None:
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        await bus.subscribe("silent", lambda _: None)
+        waiting = asyncio.create_task(bus.request("silent", b"", timeout_s=60))
+        await bus.flush()
+        await own_server.kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(BrokerUnavailable):
+                await waiting
+
+
+async def test_a_connection_closed_for_good_says_so(own_server: NatsServer) -> None:
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        failed = asyncio.create_task(bus.failed())
+        await bus._client.publish("x", bytes(bus.max_payload_bytes), headers={"Over": "it"})
+        async with asyncio.timeout(10):
+            with pytest.raises(BrokerUnavailable, match="closed for good"):
+                await failed
+
+
+USERS = """
+authorization {
+  users = [
+    { user: limited, password: p, permissions: { publish: { allow: ["ok.>", "_INBOX.>"] }, subscribe: { allow: [">"] } } }
+    { user: all, password: p }
+  ]
+}
+"""
+
+
+@pytest.fixture
+async def guarded_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    async with NatsServer(tmp_path, sync_always=False, extra_config=USERS) as server:
+        yield server
+
+
+async def test_a_forbidden_subject_fails_its_waiters_at_once(guarded_server: NatsServer) -> None:
+    url = guarded_server.url.replace("//", "//limited:p@")
+    async with Bus.connect(BrokerSettings(url=url), "test") as bus, asyncio.timeout(5):
+        with pytest.raises(NotPermitted, match=r"jw\.prefill\.w2"):
+            await bus.request("jw.prefill.W2", b"", timeout_s=60)
+        assert bus.connected
+
+
+async def test_a_wrong_password_is_not_permitted(guarded_server: NatsServer) -> None:
+    url = guarded_server.url.replace("//", "//limited:wrong@")
+    with pytest.raises(NotPermitted):
+        await Bus.open(BrokerSettings(url=url, connect_timeout_s=1.0), "test")
+
+
+async def test_a_half_open_connection_is_noticed(own_server: NatsServer) -> None:
+    import os
+    import signal
+
+    settings = BrokerSettings(url=own_server.url, ping_interval_s=0.2)
+    async with Bus.connect(settings, "test") as bus:
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            await until(lambda: not bus.connected)
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            await bus.wait_connected()
+
+
+def test_header_bytes_are_those_on_the_wire() -> None:
+    assert encoded_headers_bytes(None) == 0
+    assert encoded_headers_bytes({"Nats-Msg-Id": "r1"}) == len(b"NATS/1.0\r\nNats-Msg-Id: r1\r\n\r\n")
+
+
+def test_facts_of_a_delivery() -> None:
+    short = delivery_facts("$JS.ACK.JW_PREFILL.w1.2.17.5.1700000000000000001.3")
+    long = delivery_facts("$JS.ACK.domain.account.JW_PREFILL.w1.2.17.5.1700000000000000001.3.token")
+    assert short == long
+    assert (short.stream, short.durable, short.deliveries, short.sequence, short.stored_ns) == (
+        "JW_PREFILL",
+        "w1",
+        2,
+        17,
+        1700000000000000001,
+    )
+    with pytest.raises(BusRejected):
+        delivery_facts("_INBOX.x")
+
+
+def test_nak_carries_its_delay() -> None:
+    assert (nak(0), nak(1.5)) == (b"-NAK", b'-NAK{"delay": 1500000000}')

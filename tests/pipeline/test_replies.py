@@ -1,0 +1,174 @@
+"""Whatever happens to replies on their way, the reader sees the terminal's tokens in order, then the terminal, then nothing."""
+
+import asyncio
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline import replies
+from jetwake.pipeline.clock import WallClock
+from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.merge import MAX_WAITING_CHUNKS, ReplyMerge
+from jetwake.pipeline.publish import Publisher
+from jetwake.pipeline.replies import ReplyInbox, ReplyStream
+from jetwake.pipeline.settings import BrokerSettings
+from jetwake.pipeline.terminals import Terminals
+from jetwake.schemas import subjects
+from jetwake.schemas.codec import encode
+from jetwake.schemas.replies import AnyTerminal, Failed, Finished, PositionLogprobs, TokenChunk
+from jetwake.schemas.requests import InferenceRequest
+from jetwake.schemas.tokens import pack_tokens, unpack_tokens
+
+from .harness import request
+
+
+def logprob(token: int) -> PositionLogprobs:
+    return PositionLogprobs(token_ids=[token], logprobs=[-0.5], ranks=[1])
+
+
+def chunk(offset: int, *tokens: int, attempt: int = 1) -> TokenChunk:
+    logprobs = [logprob(token) for token in tokens]
+    return TokenChunk(request_id="r1", attempt=attempt, offset=offset, tokens=pack_tokens(tokens), logprobs=logprobs)
+
+
+def finished(*tokens: int, attempt: int = 1) -> Finished:
+    logprobs = [logprob(token) for token in tokens]
+    return Finished(request_id="r1", attempt=attempt, tokens=pack_tokens(tokens), logprobs=logprobs, finish_reason="stop")
+
+
+def seen(given: list[TokenChunk | AnyTerminal]) -> list[int]:
+    return [token for reply in given if isinstance(reply, TokenChunk) for token in unpack_tokens(reply.tokens)]
+
+
+@st.composite
+def journeys(draw: st.DrawFn) -> tuple[list[TokenChunk | Finished], list[int]]:
+    """Chunks of two attempts cut anywhere, some lost, some twice, in any order; the terminal last."""
+    tokens = draw(st.lists(st.integers(0, 2**32 - 1), max_size=30))
+    sent: list[TokenChunk] = []
+    for attempt in (1, 2):
+        cuts = sorted({0, *draw(st.lists(st.integers(0, len(tokens)), max_size=8)), len(tokens)})
+        pieces = [chunk(a, *tokens[a:b], attempt=attempt) for a, b in itertools.pairwise(cuts)]
+        sent += [piece for piece in pieces for _ in range(draw(st.integers(0, 2)))]
+    on_the_way = draw(st.permutations(sent))
+    return [*on_the_way, finished(*tokens, attempt=2), *sent[:2]], tokens
+
+
+@given(journeys())
+def test_any_journey_gives_exactly_the_terminals_tokens(journey: tuple[list[TokenChunk | Finished], list[int]]) -> None:
+    sent, tokens = journey
+    merge = ReplyMerge()
+    given_out = [reply for message in sent for reply in merge.feed(message)]
+    assert seen(given_out) == tokens
+    assert [reply for reply in given_out if isinstance(reply, Finished)] == [given_out[-1]]
+    offset = 0
+    for reply in given_out[:-1]:
+        assert isinstance(reply, TokenChunk)
+        assert reply.offset == offset
+        assert [position.token_ids[0] for position in reply.logprobs] == unpack_tokens(reply.tokens)
+        offset += len(reply.tokens) // 4
+
+
+@given(journeys(), st.integers(0, 40))
+def test_a_reader_that_resumes_gets_the_rest(journey: tuple[list[TokenChunk | Finished], list[int]], start: int) -> None:
+    sent, tokens = journey
+    merge = ReplyMerge(start_tokens=start)
+    assert seen([reply for message in sent for reply in merge.feed(message)]) == tokens[start:]
+
+
+def test_chunks_of_a_lower_attempt_are_dropped() -> None:
+    merge = ReplyMerge()
+    assert seen(merge.feed(chunk(0, 1, 2, attempt=2))) == [1, 2]
+    assert merge.feed(chunk(2, 9, attempt=1)) == []
+    assert seen(merge.feed(chunk(2, 3, attempt=2))) == [3]
+
+
+def test_what_waits_is_bounded() -> None:
+    merge = ReplyMerge()
+    for offset in range(1, 3 * MAX_WAITING_CHUNKS):
+        merge.feed(chunk(offset, offset))
+    assert seen(merge.feed(chunk(0, 0))) == list(range(MAX_WAITING_CHUNKS + 1))
+
+
+def test_a_failure_without_tokens_repeats_nothing() -> None:
+    merge = ReplyMerge()
+    merge.feed(chunk(0, 1, 2))
+    failed = Failed(request_id="r1", attempt=1, code="internal", text="x")
+    assert merge.feed(failed) == [failed]
+
+
+# -- on a real server -------------------------------------------------------------------------------------------------
+
+
+async def read_all(stream: ReplyStream, timeout_s: float = 30.0) -> list[TokenChunk | AnyTerminal]:
+    async with asyncio.timeout(timeout_s):
+        return [reply async for reply in stream]
+
+
+async def opened(bus: Bus, gateway: str, request_id: str = "r1") -> tuple[ReplyStream, InferenceRequest]:
+    inbox = ReplyInbox(bus, gateway)
+    await inbox.start()
+    return inbox.open(request_id, "tiny"), request(request_id, gateway)
+
+
+async def test_live_replies_reach_their_own_waiter(bus: Bus, publisher: Publisher, unique: str) -> None:
+    inbox = ReplyInbox(bus, unique)
+    await inbox.start()
+    streams = {request_id: inbox.open(request_id, "tiny") for request_id in ("a", "b", "c")}
+    terminals = Terminals(bus, publisher, WallClock())
+    order = [(request_id, offset) for request_id in streams for offset in range(5)]
+    random.Random(7).shuffle(order)
+    for request_id, offset in order:
+        piece = TokenChunk(request_id=request_id, attempt=1, offset=offset, tokens=pack_tokens([ord(request_id) + offset]))
+        await publisher.send(subjects.reply(unique, request_id), piece)
+    for request_id in streams:
+        tokens = pack_tokens([ord(request_id) + offset for offset in range(5)])
+        end = Finished(request_id=request_id, attempt=1, tokens=tokens, finish_reason="length")
+        assert await terminals.end(request(request_id, unique), end)
+    for request_id, stream in streams.items():
+        assert seen(await read_all(stream)) == [ord(request_id) + offset for offset in range(5)]
+
+
+async def test_a_lost_terminal_is_looked_up(bus: Bus, publisher: Publisher, unique: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "SILENCE_S", 0.1)
+    stream, asked = await opened(bus, unique)
+    end = finished(1, 2)
+    subject = subjects.result(asked.model, asked.gateway, asked.request_id)
+    await publisher.store(subject, end, message_id=f"{unique}:x", first_only=True)  # stored, but its live copy never comes
+    assert await read_all(stream) == [chunk(0, 1, 2), end]
+
+
+async def test_a_terminal_sent_while_we_were_away_is_found_after_the_reconnect(own_server: NatsServer, unique: str) -> None:
+    settings = BrokerSettings(url=own_server.url)
+    async with Bus.connect(settings, "reader") as bus, Bus.connect(settings, "writer") as other:
+        stream, asked = await opened(bus, unique)
+        publisher = Publisher(other)
+        subject = subjects.result(asked.model, asked.gateway, asked.request_id)
+        await publisher.store(subject, finished(1), message_id=f"{unique}:x", first_only=True)
+        reading = asyncio.create_task(read_all(stream))
+        await own_server.restart()
+        async with asyncio.timeout(replies.SILENCE_S - 1):
+            assert seen(await reading) == [1]
+
+
+async def test_a_reply_that_cannot_be_read_does_not_hang_the_waiter(bus: Bus, publisher: Publisher, unique: str) -> None:
+    stream, asked = await opened(bus, unique)
+    subject = subjects.result(asked.model, asked.gateway, asked.request_id)
+    await publisher.store_bytes(subject, encode(finished(5)), message_id=f"{unique}:x")
+    await bus.publish(subjects.reply(unique, "r1"), b"\xc1junk")
+    assert seen(await read_all(stream, timeout_s=replies.SILENCE_S - 1)) == [5]
+
+
+async def test_closing_ends_the_waiting(bus: Bus, unique: str) -> None:
+    stream, _ = await opened(bus, unique)
+    reading = asyncio.create_task(read_all(stream))
+    await asyncio.sleep(0)
+    stream.close()
+    assert await reading == []
+
+
+async def test_lookup_of_a_request_that_is_not_over_says_so(bus: Bus, unique: str) -> None:
+    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "nobody") is None

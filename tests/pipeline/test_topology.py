@@ -1,0 +1,74 @@
+"""Declared state and the broker's: made once, compared in words, repaired."""
+
+import pytest
+from pydantic import ValidationError
+
+from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.jetstream import api
+from jetwake.pipeline.publish import Publisher
+from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.pipeline.topology import (
+    QueueCount,
+    consumer_counts,
+    delete_consumer,
+    drift,
+    ensure_consumer,
+    ensure_topology,
+    stream_counts,
+    subject_counts,
+)
+from jetwake.schemas import subjects
+from jetwake.schemas.errors import StreamMissing
+from jetwake.schemas.streams import HANDOFF, PREFILL, STREAMS, ConsumerSpec, prefill_consumer
+
+
+async def test_the_second_time_changes_nothing(bus: Bus) -> None:
+    assert await ensure_topology(bus, TopologySettings()) == []
+    assert await drift(bus, TopologySettings()) == []
+
+
+async def test_drift_says_what_differs_and_ensure_repairs_it(own_server: NatsServer) -> None:
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        await api(bus, f"STREAM.DELETE.{HANDOFF.name}")
+        await delete_consumer(bus, "JW_REQUESTS", "router-batch")
+        wanted = TopologySettings(max_requests=7)
+        expected = [
+            "stream JW_REQUESTS: max_msgs is 20000, declared 7",
+            "stream JW_HANDOFF: missing",
+            "consumer JW_REQUESTS/router-batch: missing",
+        ]
+        assert await drift(bus, wanted) == expected
+        assert await ensure_topology(bus, wanted) == expected
+        assert await drift(bus, wanted) == []
+
+
+async def test_a_consumer_is_declared_counted_and_deleted(bus: Bus, publisher: Publisher, unique: str) -> None:
+    subject = subjects.prefill(unique)
+    await publisher.store_bytes(subject, b"x", message_id=unique)
+    await ensure_consumer(bus, prefill_consumer(unique))
+    await ensure_consumer(bus, prefill_consumer(unique))
+    assert (await consumer_counts(bus))[subject] == QueueCount(pending=1, in_progress=0)
+    assert await delete_consumer(bus, PREFILL.name, unique)
+    assert not await delete_consumer(bus, PREFILL.name, unique)
+    assert (await subject_counts(bus, PREFILL.name))[subject] == 1
+
+
+async def test_every_stream_is_counted(bus: Bus) -> None:
+    assert {spec.name for spec in STREAMS} <= set(await stream_counts(bus))
+
+
+async def test_a_consumer_needs_its_stream(bus: Bus, unique: str) -> None:
+    with pytest.raises(StreamMissing):
+        await ensure_consumer(bus, ConsumerSpec("JW_NOWHERE", unique, "x"))
+
+
+def test_an_unknown_setting_is_an_error() -> None:
+    with pytest.raises(ValidationError):
+        TopologySettings.model_validate({"max_request": 1})
+
+
+def test_settings_reach_the_streams() -> None:
+    named = {spec.name: spec for spec in TopologySettings(max_jobs_per_worker=3, replicas=3).streams()}
+    assert named["JW_PREFILL"].max_messages_per_subject == 3
+    assert {spec.replicas for spec in named.values()} == {3}
