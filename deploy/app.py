@@ -33,6 +33,7 @@ from ..pipeline.terminals import Terminals
 from ..pipeline.topology import delete_consumer, ensure_consumer, ensure_topology
 from ..producers.policies import make_policy
 from ..producers.router import Router
+from ..producers.takeover import Takeover
 from ..schemas.decode import KvHandoff
 from ..schemas.errors import EngineDead, JetwakeError
 from ..schemas.prefill import PrefillJob
@@ -145,7 +146,8 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.stop(settings.grace_s))
 
-        await run_until(stopping, [*pipe.loops(), *(consumer.run() for consumer in consumers)], drain)
+        takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name)
+        await run_until(stopping, [*pipe.loops(), takeover.run(), *(consumer.run() for consumer in consumers)], drain)
 
 
 async def run_worker(

@@ -293,7 +293,34 @@ def _training_text() -> Iterator[str]:
     def pick(choices: list[str]) -> str:
         return choices[int(random.random() * len(choices))]
 
-    onsets = ["b", "br", "c", "ch", "d", "dr", "f", "g", "gl", "h", "j", "k", "l", "m", "n", "p", "pr", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"]
+    onsets = [
+        "b",
+        "br",
+        "c",
+        "ch",
+        "d",
+        "dr",
+        "f",
+        "g",
+        "gl",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "pr",
+        "qu",
+        "r",
+        "s",
+        "st",
+        "t",
+        "tr",
+        "v",
+        "w",
+        "z",
+    ]
     nuclei = ["a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y"]
     codas = ["", "", "ck", "d", "l", "m", "n", "ng", "r", "rn", "s", "sh", "st", "t", "x"]
     words = ["".join(pick(onsets) + pick(nuclei) + pick(codas) for _ in range(1 + int(random.random() * 3))) for _ in range(1500)]

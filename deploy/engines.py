@@ -41,8 +41,10 @@ def make_engine(kind: str, model: str, served_model_name: str, options: dict[str
 
 def _simulated(served_model_name: str, options: dict[str, Any]) -> Engine:
     from ..consumers.engine_simulated import SimulatedEngine, SimulatedSettings
+    from ..consumers.timing import timing_named
 
-    return SimulatedEngine(SimulatedSettings(model=served_model_name, **options))
+    timing = timing_named(str(options.pop("timing", "zero")), float(options.pop("speed", 1.0)))
+    return SimulatedEngine(SimulatedSettings(model=served_model_name, timing=timing, **options))
 
 
 def _vllm(model: str, served_model_name: str, options: dict[str, Any]) -> Engine:
@@ -52,5 +54,5 @@ def _vllm(model: str, served_model_name: str, options: dict[str, Any]) -> Engine
 
     own = {key: value for key, value in options.items() if key in VllmSettings.model_fields}
     engine_args = {key: value for key, value in options.items() if key not in VllmSettings.model_fields}
-    settings = VllmSettings(model=str(fetch(model)), served_model_name=served_model_name, engine_args=engine_args, **own)
+    settings = VllmSettings(model=str(fetch(model)), served_name=served_model_name, engine_args=engine_args, **own)
     return VllmEngine(settings)

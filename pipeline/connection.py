@@ -281,7 +281,8 @@ class Bus:
         if violation is not None:
             self._on_violation(violation[1], violation[2])
         elif isinstance(error, FOREIGN_ERRORS):
-            logger.info("%s: %s", self.name, self._last_error)
+            # While the broker is away, four of these come each second; that it is away was said once already.
+            logger.log(logging.DEBUG if isinstance(error, OSError) else logging.INFO, "%s: %s", self.name, self._last_error)
         else:
             logger.error("%s: a callback failed", self.name, exc_info=error)
 

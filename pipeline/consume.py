@@ -31,7 +31,7 @@ from .terminals import ReplyTarget, Terminals
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
-ACK_TRIES = 3
+_ACK_AGAIN_S = 0.1
 _MAX_EXCUSED = 10_000
 _REPLY_TARGET = re.compile(r"([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})")
 
@@ -156,8 +156,8 @@ class Consumer(Generic[M]):
     async def _report_progress(self) -> None:
         while True:
             await asyncio.sleep(self.spec.ack_wait_s / 3)
-            for held in list(self._held.values()):
-                with suppress(BusError):  # down: then nobody counts our silence, and the next report comes soon
+            for held in list(self._held.values()) if self._bus.connected else ():
+                with suppress(BusError):  # cut off at this moment: the next report comes soon
                     await self._bus.publish(held.raw.reply, IN_PROGRESS)
 
     def _free(self) -> int:
@@ -241,7 +241,9 @@ class Consumer(Generic[M]):
 
     async def _confirmed(self, held: _Held, word: bytes) -> None:
         """The broker's word that it took our settlement: the only way to learn that the consumer was taken from us."""
-        for last in (False,) * (ACK_TRIES - 1) + (True,):
+        clock, patience_s = asyncio.get_running_loop().time, self._bus.settings.publish_deadline_s
+        deadline = clock() + patience_s
+        while True:
             try:
                 await self._bus.request(held.raw.reply, word)
                 return
@@ -249,8 +251,10 @@ class Consumer(Generic[M]):
                 logger.warning("%s: the consumer is gone; message %d now belongs to others", self.spec.durable, held.facts.sequence)
                 return
             except BrokerUnavailable as error:
-                if last:
+                if clock() >= deadline:
                     logger.warning("%s: message %d is done but will come again: %s", self.spec.durable, held.facts.sequence, error)
+                    return
+            await asyncio.sleep(_ACK_AGAIN_S)
 
     async def _refuse(self, held: _Held, error: Exception) -> None:
         """What cannot be decoded: kept for an operator, told to whoever its headers name, and taken off the queue."""

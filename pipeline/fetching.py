@@ -85,7 +85,7 @@ class StandingPull:
                     await self._connection_is_new.wait()
         self._failures += 1
         why, self._lost = self._lost, ""
-        await self._leave_inbox()
+        await self._take_back()
         try:
             await self._declare()
         except BusError as error:
@@ -134,13 +134,9 @@ class StandingPull:
         subscription, self._subscription = self._subscription, None
         if subscription is not None and self._bus.connected:
             await subscription.drain(self._bus.settings.request_timeout_s)
-        self.outstanding = 0
-
-    async def _leave_inbox(self) -> None:
-        subscription, self._subscription = self._subscription, None
-        self.outstanding = 0
-        if subscription is not None:
+        elif subscription is not None:
             await subscription.unsubscribe()
+        self.outstanding = 0
 
     async def _wait_for_change(self) -> None:
         loop = asyncio.get_running_loop()

@@ -136,6 +136,11 @@ class Registry:
         """By worker name. Never changes; a new one takes its place."""
         return self._workers
 
+    @property
+    def settled(self) -> bool:
+        """False after an outage, until everybody alive had time to renew: then a missing card means nothing."""
+        return self._bus.connected and asyncio.get_running_loop().time() >= self._hold_until
+
     def on_change(self, callback: Callable[[], None]) -> None:
         """`callback` runs in the loop when a card came, went or says something new."""
         self._listeners.append(callback)

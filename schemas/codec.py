@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from .errors import Undecodable
+from .errors import InvalidRequest, Undecodable
 
 M = TypeVar("M")
 
@@ -22,8 +22,14 @@ class Message(BaseModel):
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack, a map from field name to value. Fields at their default are written too: a default may change."""
-    return msgpack.packb(message.model_dump(), use_bin_type=True)
+    """The message as msgpack, a map from field name to value. Fields at their default are written too: a default may change.
+
+    Raises InvalidRequest for what the wire cannot carry: integers over 64 bits, text that is not Unicode (lone surrogates).
+    """
+    try:
+        return msgpack.packb(message.model_dump(), use_bin_type=True)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"a {type(message).__name__} cannot be sent: {error}") from error
 
 
 @cache

@@ -86,6 +86,11 @@ def prefill_consumer(lane: str) -> ConsumerSpec:
     return ConsumerSpec(PREFILL.name, lane, f"jw.prefill.{lane}", inactive_threshold_s=300)
 
 
+def takeover_consumer(lane: str) -> ConsumerSpec:
+    """A router's own durable on the queue of a dead worker: only one router can have it."""
+    return ConsumerSpec(PREFILL.name, f"takeover-{lane}", f"jw.prefill.{lane}", inactive_threshold_s=60)
+
+
 def decode_consumer(pool: str) -> ConsumerSpec:
     """Shared by the decode workers of a pool."""
     return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}")

@@ -4,6 +4,8 @@ import hashlib
 import re
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_PLAIN = re.compile(r"(?!.*-[0-9a-f]{8}\Z)[A-Za-z0-9_-]{1,80}\Z")
+"""Names that are their own token. Those that end like a digest are not, or they could meet the token of another name."""
 
 REQUEST_ID_HEADER = "Jw-Request"
 """`<model token>.<gateway>.<request id>`: whom to tell when a message cannot even be decoded."""
@@ -14,10 +16,10 @@ EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER = "Nats-Expected-Last-Subject-Sequence"
 
 def model_token(model: str) -> str:
     """A model name as one subject token: itself when safe, else made safe and followed by a digest so that no two names meet."""
-    safe = _UNSAFE.sub("_", model)
-    if safe == model and len(model) <= 80:
+    if _PLAIN.match(model):
         return model
-    return f"{safe[:64]}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{_UNSAFE.sub('_', model)[:64]}-{digest}"
 
 
 def requests(model: str, priority_class: str) -> str:

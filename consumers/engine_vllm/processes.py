@@ -6,6 +6,7 @@ Promises that whatever vLLM's own shutdown leaves behind is gone: a start that f
 import psutil
 
 ENGINE_VARIABLE = "JETWAKE_ENGINE_ID"
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 def engine_processes(engine_id: str) -> list[psutil.Process]:
@@ -13,7 +14,8 @@ def engine_processes(engine_id: str) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.environ().get(ENGINE_VARIABLE) == engine_id:
+            # Python's resource tracker must outlive the others: it removes the shared memory they leave.
+            if process.environ().get(ENGINE_VARIABLE) == engine_id and RESOURCE_TRACKER not in " ".join(process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue  # It ended meanwhile, or is a zombie that only waits to be reaped.

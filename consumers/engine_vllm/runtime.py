@@ -170,4 +170,3 @@ def _position(drawn: int, alternatives: "dict[int, Logprob]") -> PositionLogprob
         logprobs=[alternatives[token].logprob for token in ids],
         ranks=[alternatives[token].rank or 0 for token in ids],
     )
-

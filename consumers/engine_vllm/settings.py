@@ -41,7 +41,9 @@ class VllmSettings(BaseModel):
 
     device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_gib: int = Field(default=1, ge=1, description="CPU only: size of the KV cache; vLLM would take nearly all memory")
-    kv_buffer_device: Literal["cpu", "cuda"] | None = Field(default=None, description="where NIXL reads and writes; None: the device itself")
+    kv_buffer_device: Literal["cpu", "cuda"] | None = Field(
+        default=None, description="where NIXL reads and writes; None: the device itself"
+    )
     omp_threads: int = Field(default=1, ge=1, description="CPU only: threads of one engine; two engines on one machine share its cores")
     omp_binding: str = Field(default="nobind", description="CPU only: VLLM_CPU_OMP_THREADS_BIND; nobind lets several engines share cores")
     omp_wait_policy: Literal["passive", "active"] = Field(default="passive", description="CPU only: passive threads sleep between loops")
@@ -74,7 +76,9 @@ class VllmSettings(BaseModel):
         if own or doubled:
             raise ValueError(f"engine_args may not set {', '.join(sorted([*own, *doubled]))}: Jetwake's own settings do")
         if self.require_routable_host and not is_routable(self.side_channel_host):
-            raise ValueError(f"side_channel_host {self.side_channel_host!r} cannot be reached from other machines: give this host's address")
+            raise ValueError(
+                f"side_channel_host {self.side_channel_host!r} cannot be reached from other machines: give this host's address"
+            )
         return self
 
     @property

@@ -50,6 +50,12 @@ class Fleet:
         for name in [*reversed(self._tasks)]:
             await self.stop(name)
 
+    async def drop_dead(self, name: str) -> None:
+        """As `kill`, and its card is left to expire: what a SIGKILL looks like to everybody else."""
+        engine = self.engines[name]
+        await engine.stop()
+        await self.kill(name)
+
     async def kill_all(self) -> None:
         for name in list(self._tasks):
             await self.kill(name)

@@ -19,7 +19,7 @@ from jetwake.schemas.prefill import PrefillJob
 from jetwake.schemas.replies import DeadLetter, Failed
 from jetwake.schemas.streams import DEAD, PREFILL, RESULTS
 
-from .harness import PATIENCE_S, Worker, until
+from .harness import PATIENCE_S, Worker, request, until
 
 
 async def queued(bus: Bus, lane: str) -> int:
@@ -71,6 +71,17 @@ async def test_room_that_shrinks_takes_back_what_was_asked_for(bus: Bus, unique:
         await until_queued(bus, unique, 0)
     assert worker.handled_ids == ["r1"]
     assert worker.handled[0].deliveries == 1
+
+
+async def test_messages_that_fill_a_pull_by_size_keep_flowing(bus: Bus, unique: str) -> None:
+    worker = Worker(bus, unique, slots=50)
+    large = request().model_copy(update={"prompt_tokens": bytes(4 << 20)})
+    for n in range(12):  # 48 MB, and one pull carries 16
+        job = PrefillJob(request=large, router="router")
+        await worker.publisher.store(subjects.prefill(unique), job, message_id=f"{unique}:{n}")
+    async with worker.running_consumer():
+        await until_queued(bus, unique, 0)
+    assert [delivery.deliveries for delivery in worker.handled] == [1] * 12
 
 
 async def test_work_longer_than_the_ack_wait_is_done_once(bus: Bus, unique: str) -> None:

@@ -1,0 +1,63 @@
+"""One JSON Schema for each message, for readers in other languages; made from the models, so that they cannot drift apart.
+
+On the wire a message is the msgpack form of the described object: `format: binary` is msgpack's bin, everything else as in JSON.
+Pure: `files()` gives names and texts, and whoever wants files writes them.
+"""
+
+import json
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import BytesSchema
+
+from .codec import Message
+from .decode import KvHandoff
+from .prefill import PrefillJob, ReleaseKv
+from .replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed, Finished, TokenChunk
+from .requests import InferenceRequest
+from .workers import ModelCard, WorkerCard, WorkerLoad
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+MESSAGES: tuple[type[Message], ...] = (
+    InferenceRequest,
+    PrefillJob,
+    ReleaseKv,
+    KvHandoff,
+    TokenChunk,
+    Finished,
+    Failed,
+    Cancelled,
+    Expired,
+    CancelRequest,
+    DeadLetter,
+    ModelCard,
+    WorkerCard,
+    WorkerLoad,
+)
+"""Everything that travels by itself; the parts of these are in the definitions of each document."""
+
+
+class _WireSchema(GenerateJsonSchema):
+    def bytes_schema(self, schema: BytesSchema) -> JsonSchemaValue:
+        return {"type": "string", "format": "binary", "description": "bytes (msgpack bin)"}
+
+
+def type_tag(message: type[Message]) -> str:
+    """The value of the message's `type` field."""
+    return str(message.model_fields["type"].default)
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """By type tag."""
+    return {type_tag(message): _document(message) for message in MESSAGES}
+
+
+def files() -> dict[str, str]:
+    """By file name."""
+    return {f"{tag}.schema.json": json.dumps(document, indent=2) + "\n" for tag, document in documents().items()}
+
+
+def _document(message: type[Message]) -> dict[str, Any]:
+    schema = message.model_json_schema(schema_generator=_WireSchema)
+    return {"$schema": DIALECT, "$id": f"jetwake:{type_tag(message)}"} | schema

@@ -1,0 +1,173 @@
+"""One example of every message, with no field at its default where that can be; the golden bytes are made of these."""
+
+from jetwake.schemas.codec import Message
+from jetwake.schemas.decode import KvHandoff, KvReference
+from jetwake.schemas.json_schema import type_tag
+from jetwake.schemas.prefill import PrefillJob, ReleaseKv
+from jetwake.schemas.replies import (
+    Cancelled,
+    CancelRequest,
+    DeadLetter,
+    Expired,
+    Failed,
+    Finished,
+    PositionLogprobs,
+    TokenChunk,
+)
+from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutput
+from jetwake.schemas.workers import KvCompatibility, ModelCard, WorkerCard, WorkerLoad
+
+TOKENS = bytes.fromhex("0100000002000000ff7f0000")
+
+SAMPLING = Sampling(
+    max_tokens=64,
+    min_tokens=2,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    seed=7,
+    stop=["\n\n", "ende"],
+    stop_token_ids=[2],
+    ignore_eos=True,
+    presence_penalty=0.25,
+    frequency_penalty=-0.25,
+    repetition_penalty=1.125,
+    logprobs=2,
+    logit_bias={"5": 1.5},
+    allowed_token_ids=[1, 2, 3],
+    bad_words=["bad"],
+    structured_output=StructuredOutput(kind="json", value="{}"),
+    skip_special_tokens=False,
+    include_stop_str_in_output=True,
+)
+
+REQUEST = InferenceRequest(
+    request_id="req-1",
+    gateway="gw-1",
+    model="org/model-7b",
+    priority_class="batch",
+    prompt_tokens=TOKENS,
+    sampling=SAMPLING,
+    lora="adapter",
+    cache_salt="tenant",
+    attempt=2,
+    submitted_ns=1_700_000_000_000_000_001,
+    deadline_ns=1_700_000_060_000_000_001,
+)
+
+LOGPROBS = [PositionLogprobs(token_ids=[1, 9], logprobs=[-0.5, -1.25], ranks=[1, 2])]
+
+KV = KvReference(
+    engine_id="engine-1",
+    engine_request_id="req-1-2-abc",
+    host="10.0.0.7",
+    port=5600,
+    block_ids=[[4, 5, 300]],
+    block_size_tokens=16,
+    num_tokens=3,
+    cached_tokens=2,
+)
+
+ENDING = {
+    "request_id": "req-1",
+    "model": "org/model-7b",
+    "attempt": 2,
+    "tokens": TOKENS,
+    "logprobs": LOGPROBS,
+    "prompt_length_tokens": 3,
+    "cached_tokens": 2,
+    "prefill_worker": "p-1",
+    "decode_worker": "d-1",
+    "kv_bytes": 1536,
+    "ended_ns": 1_700_000_001_000_000_001,
+}
+
+COMPATIBILITY = KvCompatibility(
+    engine="vllm",
+    engine_version="0.32.0",
+    nixl_version="1.5.1",
+    model="org/model-7b",
+    revision="main",
+    dtype="bfloat16",
+    kv_dtype="auto",
+    block_size_tokens=16,
+    tensor_parallel=1,
+    kv_layout="HND",
+)
+
+EXAMPLES: tuple[Message, ...] = (
+    REQUEST,
+    PrefillJob(request=REQUEST, router="r-1", reason="least loaded", predicted_cached_tokens=2, routed_ns=1_700_000_000_500_000_001),
+    ReleaseKv(request_id="req-1", engine_request_id="req-1-2-abc", reason="cancelled"),
+    KvHandoff(
+        request=REQUEST,
+        kv=KV,
+        prefill_worker="p-1",
+        prefill_incarnation="i-1",
+        first_tokens=TOKENS[:4],
+        first_logprobs=LOGPROBS,
+        hold_until_ns=1_700_000_030_000_000_001,
+        prefilled_ns=1_700_000_000_700_000_001,
+    ),
+    TokenChunk(request_id="req-1", attempt=2, offset=5, tokens=TOKENS, logprobs=LOGPROBS),
+    Finished(**ENDING, finish_reason="stop", stop_reason="2"),
+    Failed(**ENDING, code="pull_failed", text="the KV cache could not be pulled"),
+    Cancelled(**ENDING),
+    Expired(**ENDING, phase="decode"),
+    CancelRequest(request_id="req-1", reason="client left"),
+    DeadLetter(
+        stage="prefill",
+        subject="jw.prefill.p-1-i-1",
+        code="undecodable",
+        text="not msgpack",
+        payload=b"\x00\xffgarbage",
+        request_id="req-1",
+        attempts=3,
+        deliveries=4,
+        worker="p-1",
+        dead_ns=1_700_000_002_000_000_001,
+    ),
+    ModelCard(
+        model="org/model-7b",
+        source="/models/7b",
+        revision="main",
+        vocabulary_size=32_000,
+        max_model_len_tokens=4096,
+        block_size_tokens=16,
+        max_logprobs=5,
+    ),
+    WorkerCard(
+        worker="p-1",
+        incarnation="i-1",
+        role="prefill",
+        state="draining",
+        model="org/model-7b",
+        pool="model-7b-01234567",
+        compatibility=COMPATIBILITY,
+        capacity_blocks=512,
+        capacity_slots=16,
+        max_model_len_tokens=4096,
+        domain="rack-1",
+        engine_id="engine-1",
+        side_channel_host="10.0.0.7",
+        side_channel_port=5600,
+        peers=["d-1-i-9"],
+        pid=4711,
+        started_ns=1_700_000_000_000_000_001,
+    ),
+    WorkerLoad(
+        worker="p-1",
+        incarnation="i-1",
+        fetched_requests=10,
+        finished_requests=8,
+        running_requests=2,
+        running_prompt_tokens=700,
+        used_blocks=60,
+        held_blocks=40,
+        held_handoffs=2,
+        free_slots=14,
+    ),
+)
+
+BY_TAG = {type_tag(type(example)): example for example in EXAMPLES}
