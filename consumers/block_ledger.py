@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ..schemas.errors import HandoffRefused
@@ -30,7 +30,7 @@ class BlockLedger:
         return free_blocks // max(self._recent_needs)
 
     @asynccontextmanager
-    async def reserve(self, need_blocks: int) -> AsyncIterator[None]:
+    async def reserve(self, need_blocks: int) -> AsyncGenerator[None]:
         """Holds `need_blocks` blocks. Raises HandoffRefused for what can never fit."""
         if need_blocks > self._capacity_blocks:
             raise HandoffRefused(f"needs {need_blocks} KV blocks, this worker has {self._capacity_blocks}")

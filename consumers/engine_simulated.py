@@ -7,64 +7,30 @@ them (`block_pool`). A sequence that finds no room to grow gives up its blocks a
 """
 
 import asyncio
-import importlib.metadata
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
-
 from ..schemas.blocks import block_count
 from ..schemas.decode import KvReference
 from ..schemas.errors import EngineDead, EngineRefused, PullFailed
 from ..schemas.replies import PositionLogprobs
 from ..schemas.tokens import pack_tokens, token_count
-from ..schemas.workers import KvCompatibility, ModelCard
 from .block_pool import BlockPool
 from .engine import EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
 from .kv_transfer_nixl import KvTransfer, Pull
-from .simulated_cache import Leases, SequenceBlocks, SimulatedCache
-from .simulated_model import Answer, Limits, begin, check_handoff
+from .simulated_cache import SequenceBlocks, SimulatedCache
+from .simulated_leases import LeaseBook
+from .simulated_model import Answer, begin, check_handoff
+from .simulated_settings import SimulatedSettings
 from .step_clock import StepClock
-from .timing import ZERO, Timing
+
+__all__ = ["SimulatedEngine", "SimulatedSettings"]
 
 TOKENS_WITHOUT_TIME = 32
 """Tokens of one output when steps take no time, so that other requests get their turn."""
-LOOK_AT_LEAST_EVERY_S = 0.01
-LOOK_AT_MOST_EVERY_S = 0.001
-
-
-class SimulatedSettings(BaseModel):
-    """One simulated engine. Engines that exchange KV need equal model, block size and block bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    model: str = Field(default="simulated", min_length=1)
-    tokenizer: str = Field(default="", description="folder or hub name of one, to see words; empty: clients see token numbers")
-    served_name: str = Field(default="", description="what clients call it; empty: the name of the model")
-    vocabulary_size: int = Field(default=32_000, ge=2)
-    max_model_len_tokens: int = Field(default=32_768, ge=2)
-    eos_token_id: int | None = Field(default=None, ge=0, description="the token that ends an answer; None: only max_tokens does")
-    seed: int = Field(default=0, description="another seed is another model, wherever the temperature is above 0")
-    block_size_tokens: int = Field(default=16, ge=1)
-    num_blocks: int = Field(default=4096, ge=1)
-    block_bytes: int = Field(default=512, ge=8, multiple_of=8)
-    slots: int = Field(default=256, ge=1, description="requests that run at the same time; more wait")
-    timing: SkipValidation[Timing] = ZERO
-    lease_s: float = Field(default=30.0, gt=0.0, description="how long prefilled blocks wait for a peer unless extended")
-    room_timeout_s: float = Field(default=60.0, gt=0.0, description="how long a request may wait for free blocks")
-    pull_timeout_s: float = Field(default=20.0, gt=0.0)
-    handshake_timeout_s: float = Field(default=5.0, gt=0.0)
-    side_channel_host: str = "127.0.0.1"
-    side_channel_port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
-    nixl_progress_delay_us: int = Field(default=100, ge=0, description="0 saves the last microseconds and burns a core for each engine")
-    record_block_events: bool = Field(default=False, description="keep what was cached and evicted until it is taken")
-
-    @property
-    def name(self) -> str:
-        return self.served_name or self.model
 
 
 @dataclass
@@ -84,43 +50,29 @@ class SimulatedEngine:
 
     def __init__(self, settings: SimulatedSettings) -> None:
         self._settings = settings
-        self._limits = Limits(
-            model=settings.name,
-            vocabulary_size=settings.vocabulary_size,
-            max_model_len_tokens=settings.max_model_len_tokens,
-            block_size_tokens=settings.block_size_tokens,
-            eos_token_id=settings.eos_token_id,
-            seed=settings.seed,
-        )
+        self._limits = settings.limits()
         self._engine_id = f"sim-{uuid.uuid4().hex[:16]}"
         self._transfer = KvTransfer(self._engine_id, settings.num_blocks, settings.block_bytes, settings.nixl_progress_delay_us)
         self.pool = BlockPool(settings.num_blocks, settings.block_size_tokens, settings.record_block_events)
         self._cache = SimulatedCache(self.pool, self._transfer.arena)
         self._clock = StepClock(settings.timing, self._cache.used_fraction)
         self._slots = asyncio.Semaphore(settings.slots)
-        self._leases = Leases()
-        self._look_after = asyncio.Event()
+        self._counters = Counter[str]()
+        self._leases = LeaseBook(self._transfer, self._cache, self._counters)
         self._tasks: list[asyncio.Task[None]] = []
         self._waits: set[asyncio.Timeout] = set()
         self._running = self._waiting = self._port = 0
-        self._counters = Counter[str]()
         self._is_stopped = False
 
     async def start(self) -> EngineInfo:
         settings = self._settings
         self._port = await self._transfer.start(settings.side_channel_host, settings.side_channel_port)
         # Not in a TaskGroup: the contract gives an engine's life two calls, which may come from different tasks.
-        self._tasks = [asyncio.create_task(self._clock.run()), asyncio.create_task(self._look_after_blocks())]
+        self._tasks = [asyncio.create_task(self._clock.run()), asyncio.create_task(self._leases.run())]
         return EngineInfo(
             engine_id=self._engine_id,
-            model=ModelCard(
-                model=settings.name,
-                source=settings.tokenizer,
-                vocabulary_size=settings.vocabulary_size,
-                max_model_len_tokens=settings.max_model_len_tokens,
-                block_size_tokens=settings.block_size_tokens,
-            ),
-            compatibility=_compatibility(settings),
+            model=settings.model_card(),
+            compatibility=settings.compatibility(),
             capacity_blocks=settings.num_blocks,
             capacity_slots=settings.slots,
             kv_bytes_per_block=settings.block_bytes,
@@ -171,7 +123,7 @@ class SimulatedEngine:
 
     async def held(self) -> Mapping[str, Held]:
         self._check_alive()
-        self._free_what_was_pulled()
+        self._leases.settle()
         now = _now()
         return {name: Held(len(lease.blocks), lease.expires_at - now) for name, lease in self._leases.items()}
 
@@ -183,7 +135,7 @@ class SimulatedEngine:
     async def release(self, engine_request_ids: Sequence[str]) -> None:
         self._check_alive()
         for name in engine_request_ids:
-            self._end_lease(name, "leases_released")
+            self._leases.end(name, "leases_released")
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -191,7 +143,7 @@ class SimulatedEngine:
             waiting_requests=self._waiting,
             used_blocks=self.pool.used_blocks,
             capacity_blocks=self.pool.num_blocks,
-            last_step_age_s=_now() - self._clock.last_step_at if self._running and self._clock.last_step_at else 0.0,
+            last_step_age_s=_now() - self._clock.last_step_at if self._running else 0.0,
             counters=dict(self._counters),
         )
 
@@ -200,7 +152,7 @@ class SimulatedEngine:
 
     async def drain(self) -> None:
         async with self._unless_stopped():
-            while self._running or self._waiting or self.pool.used_blocks:
+            while self._running or self._waiting or len(self._leases):
                 await self._cache.changed.wait()
 
     async def stop(self) -> None:
@@ -230,6 +182,7 @@ class SimulatedEngine:
             self._running -= 1
             self._slots.release()
             self._free(run)
+            self._cache.changed.ring()
 
     async def _take_slot(self) -> None:
         self._waiting += 1
@@ -238,6 +191,8 @@ class SimulatedEngine:
                 await self._slots.acquire()
         finally:
             self._waiting -= 1
+        if not self._running:
+            self._clock.note_progress()  # an idle engine is not a stuck one
         self._running += 1
 
     async def _compute(self, run: _Run) -> None:
@@ -330,14 +285,11 @@ class SimulatedEngine:
             return
         run.pull.when_settled(lambda: self._cache.release(blocks))
         if not run.pull.settled:
-            self._look_after.set()
-
-    # ---- blocks that wait for a peer
+            self._leases.look()
 
     def _hold(self, run: _Run) -> KvReference:
         name, blocks, run.blocks = run.leg.engine_request_id, run.blocks, []
         self._leases.add(name, blocks, _now() + self._settings.lease_s)
-        self._look_after.set()
         return KvReference(
             engine_id=self._engine_id,
             engine_request_id=name,
@@ -348,32 +300,6 @@ class SimulatedEngine:
             num_tokens=token_count(run.leg.prompt_tokens),
             cached_tokens=run.cached_tokens,
         )
-
-    async def _look_after_blocks(self) -> None:
-        """While blocks wait for a peer or for a transfer to settle: look often when something happens, else now and then."""
-        pause_s = LOOK_AT_MOST_EVERY_S
-        while True:
-            if not self._leases and not self._transfer.poll_unsettled():
-                self._look_after.clear()
-                await self._look_after.wait()
-            is_busy = self._free_what_was_pulled()
-            pause_s = LOOK_AT_MOST_EVERY_S if is_busy else min(pause_s * 2, LOOK_AT_LEAST_EVERY_S)
-            await asyncio.sleep(pause_s)
-
-    def _free_what_was_pulled(self) -> bool:
-        """And what nobody pulled in time. Whether there was any."""
-        before = len(self._leases)
-        for note in self._transfer.poll_notifications():
-            self._end_lease(note.decode(errors="replace"), "leases_pulled")
-        for name in self._leases.expired(_now()):
-            self._end_lease(name, "leases_expired")
-        return len(self._leases) != before
-
-    def _end_lease(self, name: str, counter: str) -> None:
-        blocks = self._leases.end(name)
-        if blocks is not None:
-            self._counters[counter] += 1
-            self._cache.release(blocks)
 
     # ---- life
 
@@ -404,18 +330,3 @@ def _logprobs(run: _Run, token: int) -> list[PositionLogprobs]:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _compatibility(settings: SimulatedSettings) -> KvCompatibility:
-    return KvCompatibility(
-        engine="simulated",
-        engine_version=importlib.metadata.version("jetwake"),
-        nixl_version=importlib.metadata.version("nixl"),
-        model=settings.name,
-        revision="",
-        dtype="fingerprint",
-        kv_dtype="uint64",
-        block_size_tokens=settings.block_size_tokens,
-        tensor_parallel=1,
-        kv_layout=f"{settings.block_bytes} bytes",
-    )

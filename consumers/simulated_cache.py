@@ -1,11 +1,10 @@
 """The KV cache of the simulated engine: who owns which block (`block_pool`) and what the blocks hold (the arena), kept in step.
 
 A block holds the fingerprint of its token prefix in every word. Room is given in order of arrival; whoever waits is woken by
-every change. `Leases` is the book of blocks kept for peers.
+every change.
 """
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,41 +95,3 @@ class SimulatedCache:
             return False
         owned.blocks, owned.hits = allocation.blocks, allocation.hits
         return True
-
-
-@dataclass
-class Lease:
-    blocks: list[int]
-    expires_at: float
-
-
-class Leases:
-    """Blocks kept for peers, by engine request id. Times are seconds of one clock."""
-
-    def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._leases
-
-    def items(self) -> Iterator[tuple[str, Lease]]:
-        return iter(self._leases.items())
-
-    def add(self, name: str, blocks: list[int], expires_at: float) -> None:
-        self._leases[name] = Lease(blocks, expires_at)
-
-    def extend(self, name: str, expires_at: float) -> None:
-        """To no earlier than this. Unknown names are ignored."""
-        if lease := self._leases.get(name):
-            lease.expires_at = max(lease.expires_at, expires_at)
-
-    def end(self, name: str) -> list[int] | None:
-        """The blocks, to be released; None for a name that is not (or no longer) held."""
-        lease = self._leases.pop(name, None)
-        return lease.blocks if lease else None
-
-    def expired(self, now: float) -> list[str]:
-        return [name for name, lease in self._leases.items() if lease.expires_at <= now]

@@ -26,14 +26,14 @@ class StepClock:
     async def prefill(self, new_tokens: int, context_tokens: int) -> None:
         seconds = self._timing.prefill_s(new_tokens, context_tokens)
         if seconds <= 0:
-            self._note_step()
+            self.note_progress()
             return
         await self._wait(lambda done: self._prefills.append((seconds, done)))
 
     async def decode(self) -> bool:
         """Whether the step took time (and so gives one token; without time, the caller may draw a handful)."""
         if self._timing.decode_step_s(1, self._used_fraction()) <= 0:
-            self._note_step()
+            self.note_progress()
             await asyncio.sleep(0)
             return False
         await self._wait(self._decodes.append)
@@ -64,11 +64,11 @@ class StepClock:
         now = asyncio.get_running_loop().time()
         self._ends_at = (self._ends_at or now) + seconds
         await asyncio.sleep(max(self._ends_at - now, 0))
-        self._note_step()
+        self.note_progress()
         for done in batch:
             if not done.done():
                 done.set_result(None)
         await asyncio.sleep(0)  # the sequences draw their tokens and come back for the next step
 
-    def _note_step(self) -> None:
+    def note_progress(self) -> None:
         self.last_step_at = asyncio.get_running_loop().time()

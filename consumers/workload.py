@@ -4,7 +4,7 @@ Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worke
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from ..pipeline.publish import Publisher
@@ -32,7 +32,7 @@ class Workload:
         return 0 if self.engine_dead.is_set() else self._slots - self.in_hand
 
     @asynccontextmanager
-    async def holding(self, request: InferenceRequest) -> AsyncIterator[None]:
+    async def holding(self, request: InferenceRequest) -> AsyncGenerator[None]:
         """Counts the request while its body runs, and notes when what ends the body is the engine's death."""
         self.fetched += 1
         self.prompt_tokens += request.prompt_length_tokens

@@ -7,7 +7,7 @@ runs one for each process.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ class Pipe:
 
 
 @asynccontextmanager
-async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: str) -> AsyncIterator[Pipe]:
+async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: str) -> AsyncGenerator[Pipe]:
     async with Bus.connect(broker, name=name) as bus:
         await ensure_topology(bus, topology)
         publisher, clock = Publisher(bus), ServerClock(bus)

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
 
 
 @asynccontextmanager
-async def locked_store(store: Path | None) -> AsyncIterator[Path]:
+async def locked_store(store: Path | None) -> AsyncGenerator[Path]:
     """The folder of broker data and logs; a temporary one when None. Raises SetupError when another system uses it."""
     if store is None:
         with tempfile.TemporaryDirectory(prefix="jetwake-") as folder:
@@ -156,7 +156,7 @@ async def run_local(
 
 
 @asynccontextmanager
-async def broker_of(system: LocalSystem, store: Path) -> AsyncIterator[BrokerSettings]:
+async def broker_of(system: LocalSystem, store: Path) -> AsyncGenerator[BrokerSettings]:
     if system.broker is not None:
         yield system.broker
         return

@@ -9,54 +9,29 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription as NatsSubscription
 
-from ..schemas.errors import BrokerUnavailable, JetwakeError, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
-from .backoff import backoff_s
+from ..schemas.errors import BrokerUnavailable, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
 from .faults import FOREIGN_ERRORS, translated, translation
 from .inbox import AnswerInbox
 from .raw import NO_HEADERS, RawMessage
+from .reconnects import ReconnectCallback, Reconnects
 from .settings import BrokerSettings
+from .subscription import Subscription
+
+__all__ = ["Bus", "RawMessage", "Subscription", "encoded_headers_bytes"]
 
 logger = logging.getLogger(__name__)
 
 Callback = Callable[[RawMessage], None]
-ReconnectCallback = Callable[[], Awaitable[None]]
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 _PUBLISH_BUFFER_BYTES = 8 << 20
-
-
-class Subscription:
-    """Interest in a subject. Leaving it twice, or after the connection closed, does nothing."""
-
-    def __init__(self, subscription: NatsSubscription) -> None:
-        self._subscription = subscription
-        self._left = False
-
-    async def unsubscribe(self) -> None:
-        """Stop now; what the broker sent already and was not yet handed over is dropped."""
-        await self._leave(self._subscription.unsubscribe)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Tell the broker to stop, and hand over what it sent until it knew."""
-        await self._leave(self._subscription.drain, timeout_s)
-
-    async def _leave(self, how: Callable[[], Awaitable[None]], timeout_s: float | None = None) -> None:
-        if self._left:
-            return
-        self._left = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await how()
-        except FOREIGN_ERRORS as error:  # closed or cut off: then the broker has forgotten us already
-            logger.debug("leaving %s: %s", self._subscription.subject, error)
 
 
 class Bus:
@@ -67,11 +42,12 @@ class Bus:
         self.name = name
         self._client: Client = Client()
         self._connected = asyncio.Event()
-        self._reconnected = asyncio.Event()
+        self._reconnects = Reconnects()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
-        self._callbacks: list[ReconnectCallback] = []
         self._last_error = "no error told"
+        self._turned_away = False
+        self._where = re.sub(r"//[^/@,]*@", "//", settings.url)  # passwords do not belong in error texts
         self._inbox = AnswerInbox("")
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -95,16 +71,16 @@ class Bus:
                 await bus._connect()
         except FOREIGN_ERRORS as error:
             await bus.close()
-            if "authorization" in bus._last_error.lower():
-                raise NotPermitted(f"{settings.url} refused us: {bus._last_error}") from error
+            if bus._turned_away:
+                raise NotPermitted(f"{bus._where} refused us: wrong or missing credentials") from error
             if isinstance(error, TimeoutError):
-                text = f"no NATS server answers at {settings.url} within {settings.connect_timeout_s:g} s ({bus._last_error})"
+                text = f"no NATS server answers at {bus._where} within {settings.connect_timeout_s:g} s ({bus._last_error})"
                 raise BrokerUnavailable(text) from error
-            raise translated(error, f"connecting to {settings.url}") from error
+            raise translated(error, f"connecting to {bus._where}") from error
         except BaseException:
             await bus.close()
             raise
-        bus._supervisor = asyncio.create_task(bus._supervise(), name="bus-supervisor")
+        bus._supervisor = asyncio.create_task(bus._reconnects.run(), name="bus-supervisor")
         return bus
 
     async def _connect(self) -> None:
@@ -172,7 +148,7 @@ class Bus:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self._supervisor is not None and self._supervisor.done() and not self._supervisor.cancelled():
             self._supervisor.result()  # a bug in a reconnect callback: it ends the process as what it is
-        raise BrokerUnavailable(f"the connection to {self.settings.url} is closed for good: {self._last_error}")
+        raise BrokerUnavailable(f"the connection to {self._where} is closed for good: {self._last_error}")
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +218,7 @@ class Bus:
     async def flush(self) -> None:
         """The broker has seen all that was sent before."""
         if not self.connected:
-            raise BrokerUnavailable(f"not connected to {self.settings.url}")
+            raise BrokerUnavailable(f"not connected to {self._where}")
         with translation("flushing"):
             for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
                 await self._client.flush(self.settings.request_timeout_s)  # pyright: ignore[reportArgumentType]
@@ -251,32 +227,12 @@ class Bus:
 
     def on_reconnect(self, callback: ReconnectCallback) -> Callable[[], None]:
         """Run after every reconnect, in order of registration, again while it raises a JetwakeError. Returns its removal."""
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback)
-
-    async def _supervise(self) -> None:
-        while True:
-            await self._reconnected.wait()
-            self._reconnected.clear()
-            await self._run_callbacks(list(self._callbacks))
-
-    async def _run_callbacks(self, waiting: list[ReconnectCallback]) -> None:
-        failures = 0
-        while waiting and not self._reconnected.is_set():  # after another reconnect all begin anew
-            failed: list[ReconnectCallback] = []
-            for callback in waiting:
-                try:
-                    await callback()
-                except JetwakeError as error:
-                    logger.warning("after a reconnect, %s: %s: %s", getattr(callback, "__qualname__", callback), error.code, error)
-                    failed.append(callback)
-            waiting = failed
-            if waiting:
-                failures += 1
-                await asyncio.sleep(backoff_s(failures, 0.1))
+        return self._reconnects.add(callback)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
+        # Remembered, because the next try may end in a reset before the broker's words are read.
+        self._turned_away |= "authorization violation" in self._last_error.lower()
         violation = _VIOLATION.search(self._last_error.lower())
         if violation is not None:
             self._on_violation(violation[1], violation[2])
@@ -303,7 +259,7 @@ class Bus:
     async def _on_reconnected(self) -> None:
         logger.info("%s: connected again", self.name)
         self._connected.set()
-        self._reconnected.set()
+        self._reconnects.happened()
 
     async def _on_closed(self) -> None:
         self._connected.clear()

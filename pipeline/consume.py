@@ -8,32 +8,29 @@ in hand when the loop is stopped or cancelled goes back to the queue.
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..schemas.codec import decode
-from ..schemas.errors import BrokerUnavailable, BusError, JetwakeError, StreamMissing, Undecodable
-from ..schemas.replies import DeadLetter, Failed
+from ..schemas.errors import BusError, JetwakeError, Undecodable
 from ..schemas.streams import ConsumerSpec
-from ..schemas.subjects import REQUEST_ID_HEADER
 from .clock import Clock, WallClock
 from .connection import Bus
 from .fetching import StandingPull
-from .jetstream import ACK, IN_PROGRESS, TERM, DeliveryFacts, delivery_facts, nak
+from .jetstream import ACK, IN_PROGRESS, TERM, delivery_facts
 from .publish import Publisher
 from .raw import RawMessage
 from .settle import NOT_NOW, Settlement, settlement
-from .terminals import ReplyTarget, Terminals
+from .settling import Held, Settler
+from .terminals import Terminals
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
-_ACK_AGAIN_S = 0.1
+ROOM_WAIT_S = 1.0
 _MAX_EXCUSED = 10_000
-_REPLY_TARGET = re.compile(r"([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})\.([A-Za-z0-9_-]{1,96})")
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,6 @@ class Delivery(Generic[M]):
     stored_ns: int
     sequence: int
     headers: Mapping[str, str]
-
-
-@dataclass(eq=False)
-class _Held:
-    """A fetched message until it is settled. A second delivery of it while it is held only renews `raw` and `facts`."""
-
-    raw: RawMessage
-    facts: DeliveryFacts
-    begun: bool = False
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        return self.facts.sequence, self.facts.stored_ns  # a stream that was made anew counts from 1 again
 
 
 class Consumer(Generic[M]):
@@ -86,17 +70,15 @@ class Consumer(Generic[M]):
         self._handle = handle
         self._room = room
         self._fail = fail
-        self._stage = stage
-        self._worker = worker
         self._max_deliveries = max_deliveries
-        self._terminals = Terminals(bus, publisher, clock or WallClock())
+        self._settler = Settler(bus, Terminals(bus, publisher, clock or WallClock()), spec, stage, worker)
         self._pull = StandingPull(bus, spec, self._free, self._take)
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], Held] = {}
         self._unbegun = 0
         self._excused: dict[tuple[int, int], int] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._handlers: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
+        self._news = asyncio.Event()  # set and replaced when room may have changed: several may wait
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
@@ -115,6 +97,8 @@ class Consumer(Generic[M]):
     def room_changed(self) -> None:
         """To be called when `room()` may say something new."""
         self._pull.reconsider()
+        self._news.set()
+        self._news = asyncio.Event()
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -135,13 +119,15 @@ class Consumer(Generic[M]):
                 finally:
                     self._tasks = None
         finally:
-            await self._hand_back(list(self._held.values()))
+            for held in list(self._held.values()):
+                await self._hand_back(held)
             self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
         """Stop fetching, hand back what is not begun, give the rest `grace_s` to end, then cancel it and hand it back."""
         self._grace_s = grace_s
         self._stopping.set()
+        self.room_changed()
         await self._ended.wait()
 
     async def _finish_handlers(self) -> None:
@@ -168,7 +154,7 @@ class Consumer(Generic[M]):
 
     def _take(self, raw: RawMessage) -> None:
         """A message has arrived (called in the loop, so the handler starts with its next turn)."""
-        held = _Held(raw, delivery_facts(raw.reply))
+        held = Held(raw, delivery_facts(raw.reply))
         again = self._held.get(held.identity)
         if again is not None:  # we were silent for too long, or the broker was away: settle the newest delivery of it
             again.raw, again.facts = held.raw, held.facts
@@ -181,40 +167,51 @@ class Consumer(Generic[M]):
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
 
-    async def _process(self, held: _Held) -> None:
-        if self._stopping.is_set() or self._room() <= 0:  # arrived while its pull was being taken back
-            self._excuse(held)
-            await self._hand_back([held])
-            return
-        held.begun = True
-        self._unbegun -= 1
+    async def _process(self, held: Held) -> None:
         try:
+            if not await self._may_begin():
+                self._excuse(held)
+                await self._hand_back(held)
+                return
+            held.begun = True
+            self._unbegun -= 1
             outcome = await _outcome(self._handled(held))
-            self._pull.reconsider()  # the slot is free now; settling need not be waited for
+            self.room_changed()  # the slot is free now; settling need not be waited for
             problem = await _outcome(self._settle(held, outcome))
         except asyncio.CancelledError:
-            await self._hand_back([held])
+            await self._hand_back(held)
             raise
         if problem is not None:
             text = "%s: message %d could not be settled and comes again: %s"
             logger.error(text, self.spec.durable, held.facts.sequence, problem, exc_info=_unexpected(problem))
-            await self._hand_back([held], delay_s=1.0)
+            await self._hand_back(held, delay_s=1.0)
 
-    async def _handled(self, held: _Held) -> None:
-        await self._handle(self._delivery(held))
+    async def _may_begin(self) -> bool:
+        """No when stopping. What arrived while its pull was being taken back waits a little for room: handing it back costs a delivery."""
+        if self._room() <= 0 and not self._stopping.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_WAIT_S):
+                    while self._room() <= 0 and not self._stopping.is_set():
+                        await self._news.wait()
+        return self._room() > 0 and not self._stopping.is_set()
 
-    def _delivery(self, held: _Held) -> Delivery[M]:
+    async def _handled(self, held: Held) -> None:
+        delivery = self._delivery(held)
+        held.decoded = True
+        await self._handle(delivery)
+
+    def _delivery(self, held: Held) -> Delivery[M]:
         raw, facts = held.raw, held.facts
         message: M = decode(raw.data, self._kind)
         return Delivery(message, raw.subject, self._counted(held), facts.stored_ns, facts.sequence, raw.headers)
 
-    def _counted(self, held: _Held) -> int:
+    def _counted(self, held: Held) -> int:
         return max(1, held.facts.deliveries - self._excused.get(held.identity, 0))
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self, held: _Held, error: Exception | None) -> None:
-        if isinstance(error, Undecodable):
+    async def _settle(self, held: Held, error: Exception | None) -> None:
+        if isinstance(error, Undecodable) and not held.decoded:
             await self._refuse(held, error)
             return
         verdict = settlement(error, self._counted(held), self._max_deliveries)
@@ -226,72 +223,42 @@ class Consumer(Generic[M]):
                 ours = error if isinstance(error, JetwakeError) else JetwakeError(f"internal error: {error!r}")
                 await self._fail(self._delivery(held), ours)
             if verdict.dead_letter:
-                await self._terminals.dead_letter(self._letter(held, error))
+                await self._settler.bury(held, error)
         await self._answer(held, verdict)
 
-    async def _answer(self, held: _Held, verdict: Settlement) -> None:
+    async def _answer(self, held: Held, verdict: Settlement) -> None:
         if verdict.kind == "nak":
-            await self._hand_back([held], verdict.delay_s)
+            await self._hand_back(held, verdict.delay_s)
             return
         try:
-            await self._confirmed(held, ACK if verdict.kind == "ack" else TERM)
+            await self._settler.confirm(held, ACK if verdict.kind == "ack" else TERM)
         finally:
             self._excused.pop(held.identity, None)
             self._forget(held)
 
-    async def _confirmed(self, held: _Held, word: bytes) -> None:
-        """The broker's word that it took our settlement: the only way to learn that the consumer was taken from us."""
-        clock, patience_s = asyncio.get_running_loop().time, self._bus.settings.publish_deadline_s
-        deadline = clock() + patience_s
-        while True:
-            try:
-                await self._bus.request(held.raw.reply, word)
-                return
-            except StreamMissing:
-                logger.warning("%s: the consumer is gone; message %d now belongs to others", self.spec.durable, held.facts.sequence)
-                return
-            except BrokerUnavailable as error:
-                if clock() >= deadline:
-                    logger.warning("%s: message %d is done but will come again: %s", self.spec.durable, held.facts.sequence, error)
-                    return
-            await asyncio.sleep(_ACK_AGAIN_S)
-
-    async def _refuse(self, held: _Held, error: Exception) -> None:
+    async def _refuse(self, held: Held, error: Undecodable) -> None:
         """What cannot be decoded: kept for an operator, told to whoever its headers name, and taken off the queue."""
         logger.error("%s: message %d cannot be decoded: %s", self.spec.durable, held.facts.sequence, error)
-        target = reply_target(held.raw.headers)
-        await self._terminals.dead_letter(self._letter(held, error, target))
-        if target is not None:
-            failed = Failed(request_id=target.request_id, attempt=1, code=Undecodable.code, text=str(error))
-            await self._terminals.end(target, failed)
+        await self._settler.bury(held, error)
+        await self._settler.tell_undecodable(held, error)
         await self._answer(held, Settlement("term"))
 
-    async def _hand_back(self, held: list[_Held], delay_s: float = 0.0) -> None:
-        for each in held:
-            self._forget(each)
-            with suppress(BusError):  # down: then it comes back after its ack wait
-                await self._bus.publish(each.raw.reply, nak(delay_s))
+    async def _hand_back(self, held: Held, delay_s: float = 0.0) -> None:
+        self._forget(held)
+        await self._settler.hand_back(held, delay_s)
 
-    def _forget(self, held: _Held) -> None:
+    def _forget(self, held: Held) -> None:
         if self._held.pop(held.identity, None) is not None and not held.begun:
             self._unbegun -= 1
-        self._pull.reconsider()
+        self.room_changed()
 
-    def _excuse(self, held: _Held) -> None:
+    def _excuse(self, held: Held) -> None:
         """This delivery ended in "not now" and does not count. Only here: another worker counts it, which errs to the safe side."""
         if len(self._excused) >= _MAX_EXCUSED:
             self._excused.pop(next(iter(self._excused)))
         self._excused[held.identity] = self._excused.get(held.identity, 0) + 1
 
-    def _letter(self, held: _Held, error: Exception, target: ReplyTarget | None = None) -> DeadLetter:
-        target = target or reply_target(held.raw.headers)
-        return DeadLetter(
-            stage=self._stage, subject=held.raw.subject, payload=held.raw.data, deliveries=held.facts.deliveries, worker=self._worker,
-            code=error.code if isinstance(error, JetwakeError) else JetwakeError.code, text=str(error) or repr(error),
-            request_id=target.request_id if target else "",
-        )  # fmt: skip
-
-    def _log(self, held: _Held, verdict: Settlement, error: Exception) -> None:
+    def _log(self, held: Held, verdict: Settlement, error: Exception) -> None:
         usual = isinstance(error, NOT_NOW) or verdict.kind == "ack"
         text = "%s: message %d, delivery %d: %s, because %s"
         facts = (self.spec.durable, held.facts.sequence, held.facts.deliveries, verdict.kind, error)
@@ -316,9 +283,3 @@ async def _outcome(work: Awaitable[None]) -> Exception | None:
 def _unexpected(error: Exception) -> Exception | None:
     """For the log: our own errors say all in their text, anything else is a bug and worth its traceback."""
     return None if isinstance(error, JetwakeError) else error
-
-
-def reply_target(headers: Mapping[str, str]) -> ReplyTarget | None:
-    """Whom the headers name as waiting for the reply, if they do."""
-    match = _REPLY_TARGET.fullmatch(headers.get(REQUEST_ID_HEADER, ""))
-    return ReplyTarget(*match.groups()) if match else None

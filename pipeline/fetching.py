@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
 SILENCE_S = 2 * HEARTBEAT_S + 1.0
+ASK_AGAIN_S = 0.25
 _PULL_BYTES = 16 << 20
 _HEARTBEAT = "100"
 _STARTING = "it starts"
@@ -141,7 +142,8 @@ class StandingPull:
     async def _wait_for_change(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(self._heard + SILENCE_S if self.outstanding else None):
+            # An owner that says nothing of new room is asked for it, so that a forgotten word costs no more than a moment.
+            async with asyncio.timeout_at(self._heard + SILENCE_S if self.outstanding else loop.time() + ASK_AGAIN_S):
                 await self._changed.wait()
         except TimeoutError:
             if self.outstanding and loop.time() >= self._heard + SILENCE_S:

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false  (nats-py is partly untyped, and this module is to use nothing else)
 """The floor under every latency of the pipe: the same hops made with nothing but nats-py. Used by `jetwake bench overhead`.
 
 One pass: a body travels through three work-queue streams (publish with ack, fetch, next publish, ack) and one plain message.
@@ -5,7 +6,7 @@ One pass: a body travels through three work-queue streams (publish with ack, fet
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import nats
@@ -36,7 +37,7 @@ async def measure_floor(url: str, passes: int, body_bytes: int) -> list[float]:
 
 
 @asynccontextmanager
-async def _relay(client: Client) -> AsyncIterator[asyncio.Event]:
+async def _relay(client: Client) -> AsyncGenerator[asyncio.Event]:
     """The streams and the tasks that pass messages on. The event is set when a body has come through."""
     jetstream, arrived = client.jetstream(), asyncio.Event()
 

@@ -6,7 +6,7 @@ its deadline (server time) passes. Cancels are remembered for a while, because o
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ..schemas import subjects
@@ -45,7 +45,7 @@ class InFlight:
             raise DeadlineExceeded(f"deadline passed before {phase}")
 
     @asynccontextmanager
-    async def guard(self, request: InferenceRequest, phase: str) -> AsyncIterator[None]:
+    async def guard(self, request: InferenceRequest, phase: str) -> AsyncGenerator[None]:
         """Ends its body with RequestCancelled or DeadlineExceeded when either happens, after the body's own clean-up."""
         self.check(request, phase)
         scope: asyncio.Timeout | None = None

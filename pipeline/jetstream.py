@@ -50,6 +50,11 @@ def key_subject(bucket: str, key: str) -> str:
     return f"$KV.{bucket}.{key}"
 
 
+def is_present(message: RawMessage) -> bool:
+    """Whether a message of a bucket is a value: a purge, a delete and the broker's own mark of an expiry say that the key is gone."""
+    return KV_OPERATION_HEADER not in message.headers and MARKER_REASON_HEADER not in message.headers
+
+
 @dataclass(frozen=True, slots=True)
 class DeliveryFacts:
     """What the broker says about a delivered message in the subject for its acknowledgement."""

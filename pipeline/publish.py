@@ -19,10 +19,11 @@ from .jetstream import SEQUENCE_HEADER, TTL_HEADER, api, last_message, parse_ans
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`duplicate`: the broker had this id already, from an earlier send."""
+    """`duplicate`: the broker had this id already; with `resent`, that may have been an earlier send of this very call."""
 
     sequence: int
     duplicate: bool
+    resent: bool = False
 
 
 class Publisher:
@@ -76,7 +77,7 @@ class Publisher:
         while True:
             try:
                 answer = parse_answer(await self._bus.request(subject, payload, headers), f"storing on {subject}")
-                return Stored(int(answer["seq"]), bool(answer.get("duplicate", False)))
+                return Stored(int(answer["seq"]), bool(answer.get("duplicate", False)), unsure)
             except SequenceConflict:
                 ours = await self._find_own(subject, headers) if unsure else None
                 if ours is None:
@@ -99,5 +100,5 @@ class Publisher:
         for stream in names:
             last = await last_message(self._bus, stream, subject)
             if last is not None and last.headers.get(MESSAGE_ID_HEADER) == headers.get(MESSAGE_ID_HEADER, ""):
-                return Stored(int(last.headers[SEQUENCE_HEADER]), True)
+                return Stored(int(last.headers[SEQUENCE_HEADER]), True, True)
         return None

@@ -1,6 +1,6 @@
-"""Who is alive: workers keep a card in the bucket `jw_workers`, and everybody else keeps a copy of all cards. And the models.
+"""Who is alive: workers keep a card in the bucket `jw_workers` (`cards`), and everybody else keeps a copy of all cards, here.
 
-Reads and writes `$KV.jw_workers.*` and `$KV.jw_models.*`. Promises: a card is gone for everybody three to four seconds after its
+Reads `$KV.jw_workers.*`. Promises: a card is gone for everybody three to four seconds after its
 worker stopped renewing it; nobody is declared dead while the broker is away, nor for as long after as all workers need to
 renew; a card is never dropped on our own silence alone, the broker is asked first.
 """
@@ -11,101 +11,35 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-from ..schemas.codec import decode, encode
+from ..schemas.codec import decode
 from ..schemas.errors import BusError, NoWorker, Undecodable
-from ..schemas.streams import MODELS_BUCKET, WORKERS_BUCKET
-from ..schemas.subjects import last_token, model_token
-from ..schemas.workers import ModelCard, WorkerCard
+from ..schemas.streams import WORKERS_BUCKET
+from ..schemas.subjects import last_token
+from ..schemas.workers import WorkerCard
+from .cards import CARD_TTL_S, HEARTBEAT_S, CardKeeper
+from .catalogue import ModelCatalogue
 from .connection import Bus, Subscription
 from .jetstream import (
-    KV_OPERATION_HEADER,
-    MARKER_REASON_HEADER,
-    ROLLUP_HEADER,
     SEQUENCE_HEADER,
     SUBJECT_HEADER,
     bucket_stream,
+    is_present,
     key_subject,
-    last_message,
     last_messages,
 )
-from .publish import Publisher
 from .raw import RawMessage
+
+__all__ = ["CARD_TTL_S", "HEARTBEAT_S", "CardKeeper", "ModelCatalogue", "Registry"]
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-CARD_TTL_S = 3
 HOLD_AFTER_OUTAGE_S = CARD_TTL_S + 2 * HEARTBEAT_S
 SNAPSHOT_EVERY_S = 10.0
-_WITHDRAWN_TTL_S = 5
 _WORKERS_STREAM = bucket_stream(WORKERS_BUCKET.name)
 _ALL_WORKERS = key_subject(WORKERS_BUCKET.name, ">")
 
 Workers = Mapping[str, WorkerCard]
-
-
-class CardKeeper:
-    """A worker's own card: announced, renewed each second by `run`, withdrawn at the end."""
-
-    def __init__(self, bus: Bus, publisher: Publisher) -> None:
-        self._bus = bus
-        self._publisher = publisher
-        self._card: WorkerCard | None = None
-        self._turn = asyncio.Lock()  # so that no renewal lands behind a withdrawal
-        self._renew_now = asyncio.Event()
-
-    async def announce(self, card: WorkerCard) -> None:
-        """Returns when the broker has it."""
-        async with self._turn:
-            self._card = card
-            await self._put(card)
-
-    async def update(self, card: WorkerCard) -> None:
-        await self.announce(card)
-
-    async def withdraw(self) -> None:
-        """Gone for everybody at once."""
-        async with self._turn:
-            card, self._card = self._card, None
-            if card is not None:
-                purge = {KV_OPERATION_HEADER: "PURGE", ROLLUP_HEADER: "sub"}
-                await self._publisher.store_bytes(self._subject(card), b"", headers=purge, ttl_s=_WITHDRAWN_TTL_S)
-
-    async def run(self) -> None:
-        """Until cancelled. A renewal that fails is logged and followed by the next one."""
-        remove = self._bus.on_reconnect(self._renew_soon)
-        try:
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await self._renew_now.wait()
-                self._renew_now.clear()
-                await self._renew()
-        finally:
-            remove()
-
-    async def _renew_soon(self) -> None:
-        self._renew_now.set()
-
-    async def _renew(self) -> None:
-        async with self._turn:
-            if self._card is None or not self._bus.connected:
-                return
-            try:
-                # One try, no resending: the next renewal is due before a second try would be worth anything.
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._put(self._card)
-            except (BusError, TimeoutError) as error:
-                logger.warning("the card of %s was not renewed: %s", self._card.worker, error or "no answer in time")
-
-    async def _put(self, card: WorkerCard) -> None:
-        await self._publisher.store_bytes(self._subject(card), encode(card), ttl_s=CARD_TTL_S)
-
-    @staticmethod
-    def _subject(card: WorkerCard) -> str:
-        return key_subject(WORKERS_BUCKET.name, card.worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +142,7 @@ class Registry:
         found: set[str] = set()
         for message in messages:
             worker = last_token(message.headers.get(SUBJECT_HEADER, message.subject))
-            if worker not in heard and _kind_of(message) == "card":
+            if worker not in heard and is_present(message):
                 found.add(worker)
                 self._learn(worker, message.data, int(message.headers.get(SEQUENCE_HEADER, "0")))
         if asyncio.get_running_loop().time() >= self._hold_until:
@@ -221,7 +155,7 @@ class Registry:
         worker = last_token(message.subject)
         if self._heard_during_snapshot is not None:
             self._heard_during_snapshot.add(worker)
-        if _kind_of(message) == "card":
+        if is_present(message):
             self._learn(worker, message.data)
         elif self._known.pop(worker, None) is not None:
             logger.info("worker %s has left", worker)
@@ -250,42 +184,3 @@ class Registry:
             listener()
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _kind_of(message: RawMessage) -> Literal["card", "gone"]:
-    """A purge, a delete and the broker's own mark of an expiry all say that the key is gone."""
-    gone = KV_OPERATION_HEADER in message.headers or MARKER_REASON_HEADER in message.headers
-    return "gone" if gone else "card"
-
-
-class ModelCatalogue:
-    """Models that some worker announced once. They stay when the last worker goes, so that requests wait instead of being refused."""
-
-    def __init__(self, bus: Bus, publisher: Publisher) -> None:
-        self._bus = bus
-        self._publisher = publisher
-
-    async def put(self, card: ModelCard) -> None:
-        await self._publisher.store_bytes(self._subject(card.model), encode(card))
-
-    async def get(self, model: str) -> ModelCard | None:
-        message = await last_message(self._bus, bucket_stream(MODELS_BUCKET.name), self._subject(model))
-        return decode(message.data, ModelCard) if message is not None and _kind_of(message) == "card" else None
-
-    async def all(self) -> list[ModelCard]:
-        """By name."""
-        messages = await last_messages(self._bus, bucket_stream(MODELS_BUCKET.name), self._subject_of_all)
-        cards: list[ModelCard] = []
-        for message in messages:
-            if _kind_of(message) == "card":
-                try:
-                    cards.append(decode(message.data, ModelCard))
-                except Undecodable as error:
-                    logger.warning("a model card cannot be read: %s: %s", message.headers.get(SUBJECT_HEADER, ""), error)
-        return sorted(cards, key=lambda card: card.model)
-
-    _subject_of_all = key_subject(MODELS_BUCKET.name, ">")
-
-    @staticmethod
-    def _subject(model: str) -> str:
-        return key_subject(MODELS_BUCKET.name, model_token(model))

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,8 +108,9 @@ class Submitted:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         remaining_s = (self.request.deadline_ns - self._client.now_ns()) / 1e9 + LOCAL_GRACE_S if self.request.deadline_ns else None
+        scope = asyncio.timeout(remaining_s)
         try:
-            async with asyncio.timeout(remaining_s) as scope:
+            async with scope:
                 async for reply in self._replies:
                     if isinstance(reply, TokenChunk):
                         yield self._piece(reply)
@@ -172,7 +173,7 @@ class Client:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, broker: BrokerSettings | str | None = None, name: str | None = None) -> "AsyncIterator[Client]":
+    async def connect(cls, broker: BrokerSettings | str | None = None, name: str | None = None) -> "AsyncGenerator[Client]":
         """`broker`: a URL or full settings. `name`: whose replies these are; two clients must not share one.
 
         Raises BrokerUnavailable, StreamMissing (nothing ever ran here: start `jetwake up`).

@@ -5,9 +5,9 @@ characters and stop strings: nothing of a stop string is ever shown, not even a 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,9 +64,8 @@ class TokenizerCodec:
         if not self._chat_template:
             raise InvalidRequest("this model has no chat template: send the prompt as text (`--raw`)")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
         try:
-            template = environment.from_string(self._chat_template)
+            template = environment.from_string(self._chat_template, globals={"raise_exception": _refuse})
             text = template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
@@ -176,10 +175,11 @@ def _refuse(text: str) -> None:
 
 def _from_hub(name: str) -> Path:
     """The tokenizer files of a hub model, from the local cache or the hub. Raises SetupError."""
-    from huggingface_hub import snapshot_download  # slow to import, and local folders need none of it
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # slow to import, and local folders need none of it
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]))
+        fetch = cast(Callable[..., str], snapshot_download)
+        return Path(fetch(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
         raise SetupError(f"cannot fetch the tokenizer of {name!r}: {error}") from error
 
@@ -198,7 +198,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(key)
         if isinstance(value, dict):
-            value = value.get("content")  # type: ignore[union-attr]
+            value = cast(dict[str, object], value).get("content")
         if isinstance(value, str):
             named[key] = value
     return named

@@ -5,9 +5,9 @@ wanted kind raise `Undecodable`, whatever they are; unknown fields are ignored, 
 """
 
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from .errors import InvalidRequest, Undecodable
@@ -27,7 +27,7 @@ def encode(message: Message) -> bytes:
     Raises InvalidRequest for what the wire cannot carry: integers over 64 bits, text that is not Unicode (lone surrogates).
     """
     try:
-        return msgpack.packb(message.model_dump(), use_bin_type=True)
+        return cast(bytes, msgpack.packb(message.model_dump(), use_bin_type=True))  # pyright: ignore[reportUnknownMemberType]
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"a {type(message).__name__} cannot be sent: {error}") from error
 
@@ -40,7 +40,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def decode(data: bytes, kind: type[M]) -> M:
     """The message in `data`. `kind` is a message class or a discriminated union of them. Raises Undecodable."""
     try:
-        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        fields = cast(object, msgpack.unpackb(data, raw=False, strict_map_key=True))  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, TypeError, RecursionError) as error:  # msgpack's own errors are all ValueErrors
         raise Undecodable(f"not msgpack: {error}") from error
     try:

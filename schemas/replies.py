@@ -64,6 +64,8 @@ class Failed(Terminal):
 
 
 class Cancelled(Terminal):
+    """Somebody cancelled it; `tokens` are those made until then."""
+
     type: Literal["cancelled"] = "cancelled"
 
 

@@ -1,51 +1,54 @@
 """The engine contract kept by vLLM with its NIXL connector: prefill legs hold blocks for a peer, decode legs pull them.
 
-`start()` spawns vLLM's processes and imports vLLM (this module does not). One engine is meant for one process; two in one process may
-run together, but the second may start only once the first has spawned its processes, because both hand on the environment.
+`start()` imports vLLM and spawns its processes (this module does neither). One engine is meant for one process; two in one process
+may run together, but the second may start only when the first has spawned its processes, because both hand on the environment.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import EngineDead, EngineRefused, PullFailed, SetupError
+from ...schemas.errors import EngineDead, PullFailed, SetupError
+from ...schemas.requests import Sampling, StructuredOutput
 from ...schemas.tokens import pack_tokens, token_count
-from ..engine import EngineInfo, EngineOutput, EngineStats, FinishReason, Held, Leg, Peer, Prefilled
+from ..engine import EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
+from .answer import Answer, finish_reason, only_step
 from .facts import engine_info
-from .handoff import ASK_FOR_HANDOFF, check, pull_params, reference_from
-from .processes import ENGINE_VARIABLE, engine_processes, kill
-from .settings import VllmSettings, environment, free_port
+from .handoff import ASK_FOR_HANDOFF, check, reference_from
+from .held import HeldBlocks
+from .processes import EngineProcesses
+from .settings import VllmSettings, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from .runtime import Runtime
 
-    from .runtime import Runtime, Step
-
+POLL_S = 0.05
 HANDSHAKE_POLL_S = 0.01
-DRAIN_POLL_S = 0.05
-BOOKING_PAUSES_S = (0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""A finished prefill is in the worker's books only after the engine's next step: how long to ask again for it."""
 FORGET_TRIES = 40
+COUNTERS: tuple[str, ...] = ("prefills", "answers", "pulls", "pulled_bytes", "pull_failures", "aborts")
+WARM_UP_LEGS = (
+    Sampling(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=1),
+    Sampling(max_tokens=2, seed=1, top_p=0.9, top_k=40, min_p=0.01, min_tokens=1, repetition_penalty=1.1, frequency_penalty=0.1),
+    Sampling(max_tokens=2, structured_output=StructuredOutput(kind="json_object")),
+)
+"""Each of these takes a path that is prepared at its first use, for up to some seconds."""
 
 
 class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._engine_id = str(uuid.uuid4())
+        self.processes = EngineProcesses(settings, self._engine_id)
         self._runtime: Runtime | None = None
         self._info: EngineInfo | None = None
-        # Children die with the *thread* that spawned them (see plugin.py), so it is ours and lives as long as the engine.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
-        self._building: asyncio.Future[Runtime] | None = None
+        self._held = HeldBlocks(self._call)
         self._legs = 0
         self._busy_since_s = 0.0
-        self._held_blocks: dict[str, int] = {}
         self._cleanups: set[asyncio.Task[None]] = set()
-        self._counters = dict.fromkeys(("prefills", "answers", "pulls", "pulled_bytes", "pull_failures", "aborts"), 0)
+        self._counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
     # ------------------------------------------------------------------------------------------------------ life
 
@@ -53,10 +56,11 @@ class VllmEngine:
         port = self._settings.side_channel_port or free_port(self._settings.side_channel_host)
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                self._building = asyncio.get_running_loop().run_in_executor(self._thread, self._build, port)
-                self._runtime = await asyncio.shield(self._building)
+                self._runtime = await self.processes.build(port)
                 ranks = await self._call("jw_facts")
-            self._info = engine_info(self._settings, self._runtime.config, ranks, port)
+                self.processes.add([pid for rank in ranks for pid in rank["pids"]])
+                self._info = engine_info(self._settings, self._runtime.config, ranks, port)
+                await self._warm_up()
         except TimeoutError as error:
             await self.stop()
             raise SetupError(f"the engine did not start within {self._settings.start_timeout_s} s") from error
@@ -65,35 +69,20 @@ class VllmEngine:
             raise
         return self._info
 
-    def _build(self, port: int) -> "Runtime":
-        import os
-
-        os.environ.update(environment(self._settings, port) | {ENGINE_VARIABLE: self._engine_id})
-        try:
-            from .runtime import Runtime
-        except ImportError as error:
-            raise SetupError(f'vLLM cannot be imported ({error}): install "jetwake[cpu]" or "jetwake[gpu]"') from error
-        return Runtime.build(self._settings, self._engine_id)
+    async def _warm_up(self) -> None:
+        """The first step, and the first use of some options, take long; no request should pay for it."""
+        for number, sampling in enumerate(WARM_UP_LEGS):
+            leg = Leg(f"warm-up-{number}", pack_tokens([number + 1] * min(8, self._settings.max_model_len - 2)), sampling)
+            async with aclosing(self._live.answer(leg, None)) as steps:
+                async for _ in steps:
+                    pass
+        await self.reset_prefix_cache()
 
     async def stop(self) -> None:
         for cleanup in list(self._cleanups):
             cleanup.cancel()
-        building, self._building, self._runtime = self._building, None, None
-        if building is None:
-            self._thread.shutdown(wait=False)
-            return
-        while not building.done():
-            # A start that was given up: without its processes it fails soon.
-            kill(engine_processes(self._engine_id))
-            await asyncio.wait({building}, timeout=0.1)
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._end, building))
-        self._thread.shutdown(wait=False)
-
-    def _end(self, building: "asyncio.Future[Runtime]") -> None:
-        processes = engine_processes(self._engine_id)
-        if not building.cancelled() and building.exception() is None:
-            building.result().shutdown(self._settings.stop_timeout_s)
-        kill([*processes, *engine_processes(self._engine_id)])
+        self._runtime = None
+        await self.processes.end()
 
     # ------------------------------------------------------------------------------------------------------ peers
 
@@ -101,8 +90,7 @@ class VllmEngine:
         if peer.engine_id == self._started.engine_id:
             raise PullFailed("an engine does not pull from itself")
         deadline = time.monotonic() + self._settings.handshake_timeout_s
-        arguments = (peer.engine_id, peer.host, peer.port, peer.tensor_parallel)
-        states = set(await self._call("jw_handshake", *arguments))
+        states = set(await self._call("jw_handshake", peer.engine_id, peer.host, peer.port, peer.tensor_parallel))
         while states != {"done"}:
             if "failed" in states or time.monotonic() > deadline:
                 raise PullFailed(f"no handshake with engine {peer.engine_id} at {peer.host}:{peer.port}")
@@ -113,7 +101,7 @@ class VllmEngine:
         for _ in range(FORGET_TRIES):
             if all(await self._call("jw_forget", engine_id)):
                 return
-            await asyncio.sleep(DRAIN_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     # ------------------------------------------------------------------------------------------------------ legs
 
@@ -121,134 +109,44 @@ class VllmEngine:
         runtime, info = self._live, self._started
         # One token is the whole answer: nothing to hand on, and stop strings count.
         alone = leg.sampling.max_tokens == 1
-        steps = runtime.answer(leg, None) if alone else runtime.first_token(leg, dict(ASK_FOR_HANDOFF))
         with self._leg("prefills"):
             try:
-                step = await self._only(steps)
+                step = await only_step(runtime.answer(leg, None) if alone else runtime.first_token(leg, dict(ASK_FOR_HANDOFF)))
             except asyncio.CancelledError:
-                # It may have finished just now, and then its blocks wait for a peer that will never come.
-                self._clean_up(self._release_leg(leg.engine_request_id))
+                self._clean_up(self._held.release_leg(leg.engine_request_id))
                 raise
-        reason = _finish_reason(step)
-        outcome = Prefilled(pack_tokens(step.tokens), None, step.cached_tokens, step.logprobs, reason, step.stop_reason)
+        reason = finish_reason(step)
+        first_tokens = pack_tokens(step.tokens)
         if step.kv_transfer_params is None:
-            return outcome
+            return Prefilled(first_tokens, None, step.cached_tokens, step.logprobs, reason, step.stop_reason)
         length = token_count(leg.prompt_tokens)
         kv = reference_from(step.kv_transfer_params, length, info.compatibility.block_size_tokens, step.cached_tokens)
         if reason == "stop":
             await self.release([kv.engine_request_id])
-            return outcome
-        self._held_blocks[kv.engine_request_id] = kv.held_blocks
-        return Prefilled(outcome.first_tokens, kv, step.cached_tokens, step.logprobs)
-
-    async def _only(self, steps: "AsyncGenerator[Step, None]") -> "Step":
-        async with aclosing(steps):
-            async for step in steps:
-                return step
-        raise EngineRefused("the engine gave no token")
+            return Prefilled(first_tokens, None, step.cached_tokens, step.logprobs, reason, step.stop_reason)
+        self._held.add(kv.engine_request_id, kv.held_blocks)
+        return Prefilled(first_tokens, kv, step.cached_tokens, step.logprobs)
 
     async def generate(self, leg: Leg) -> AsyncGenerator[EngineOutput, None]:
         runtime = self._live
-        params = None
         if leg.kv is not None:
             check(leg, leg.kv, self._started)
-            params = pull_params(leg.kv)
         with self._leg("answers"):
-            async with aclosing(runtime.answer(leg, params)) as steps:
-                first = await self._first_step(steps, leg)
-                # Asked for at once, so that the last output need not wait for it.
-                pulled = asyncio.ensure_future(self._pulled_bytes(leg))
-                try:
-                    yield await self._output(first, leg, pulled)
-                    async for step in steps:
-                        yield await self._output(step, leg, pulled)
-                finally:
-                    pulled.cancel()
-
-    async def _first_step(self, steps: "AsyncGenerator[Step, None]", leg: Leg) -> "Step":
-        """Raises PullFailed when the cache does not arrive in time; waiting for a slot or for memory does not count."""
-        asked = asyncio.ensure_future(anext(steps))
-        try:
-            while not (await asyncio.wait({asked}, timeout=self._settings.pull_timeout_s if leg.kv else None))[0]:
-                if await self._is_pulling(leg):
-                    raise self._pull_failure(leg, f"no cache after {self._settings.pull_timeout_s} s")
-            step = await asked
-        finally:
-            if not asked.done():
-                asked.cancel()
-                await asyncio.wait({asked})
-        if step.finish_reason == "error" and leg.kv is not None and not step.tokens:
-            raise self._pull_failure(leg, "the transfer failed")
-        return step
-
-    async def _is_pulling(self, leg: Leg) -> bool:
-        """A worker that does not answer is taken to be stuck in the pull."""
-        try:
-            return any(await self._call("jw_pulling", leg.engine_request_id, timeout_s=self._settings.pull_timeout_s))
-        except EngineDead:
-            if self._live.dead:
-                raise
-            return True
-
-    def _pull_failure(self, leg: Leg, text: str) -> PullFailed:
-        self._counters["pull_failures"] += 1
-        assert leg.kv is not None
-        return PullFailed(f"{leg.engine_request_id} from {leg.kv.host}:{leg.kv.port}: {text}")
-
-    async def _pulled_bytes(self, leg: Leg) -> int:
-        if leg.kv is None:
-            return 0
-        count = sum(await self._call("jw_pulled_bytes", leg.engine_request_id))
-        self._counters["pulls"] += 1
-        self._counters["pulled_bytes"] += count
-        return count
-
-    async def _output(self, step: "Step", leg: Leg, pulled: "asyncio.Future[int]") -> EngineOutput:
-        reason = _finish_reason(step)
-        return EngineOutput(
-            tokens=pack_tokens(step.tokens),
-            logprobs=step.logprobs,
-            finish_reason=reason,
-            stop_reason=step.stop_reason,
-            cached_tokens=step.cached_tokens if leg.kv is None else leg.kv.cached_tokens,
-            kv_bytes=await pulled if reason else 0,
-        )
+            answer = Answer(runtime, leg, self._settings.pull_timeout_s, self._counters)
+            async with aclosing(answer.outputs()) as outputs:
+                async for output in outputs:
+                    yield output
 
     # ------------------------------------------------------------------------------------------------------ held blocks
 
     async def held(self) -> Mapping[str, Held]:
-        if not self._held_blocks:
-            return {}
-        known = dict(self._held_blocks)
-        answers = await self._call("jw_outstanding", list(known))
-        held: dict[str, Held] = {}
-        for name, blocks in known.items():
-            leases = [answer[name] for answer in answers if name in answer]
-            if leases:
-                held[name] = Held(blocks, max(0.0, min(leases)))
-            else:
-                self._held_blocks.pop(name, None)
-        return held
+        return await self._held.now()
 
     async def extend(self, engine_request_ids: Sequence[str], lease_s: float) -> None:
-        await self._until_booked("jw_extend", engine_request_ids, lease_s)
+        await self._held.extend(engine_request_ids, lease_s)
 
     async def release(self, engine_request_ids: Sequence[str]) -> None:
-        await self._until_booked("jw_release", engine_request_ids)
-
-    async def _until_booked(self, method: str, requests: Sequence[str], *arguments: object) -> None:
-        pending = list(requests)
-        for pause_s in BOOKING_PAUSES_S:
-            if not pending:
-                return
-            await asyncio.sleep(pause_s)
-            pending = sorted({name for answer in await self._call(method, pending, *arguments) for name in answer})
-
-    async def _release_leg(self, leg: str) -> None:
-        for pause_s in BOOKING_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            names = {name for answer in await self._call("jw_names_of", leg) for name in answer}
-            await self.release(sorted(names))
+        await self._held.release(engine_request_ids)
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -271,7 +169,7 @@ class VllmEngine:
 
     async def drain(self) -> None:
         while self._legs or self._cleanups or await self.held():
-            await asyncio.sleep(DRAIN_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when blocks are in use or held. For tests and benchmarks."""
@@ -297,7 +195,7 @@ class VllmEngine:
         return await self._live.call(method, *arguments, timeout_s=timeout_s)
 
     @contextmanager
-    def _leg(self, counter: Literal["prefills", "answers"]) -> "Iterator[None]":
+    def _leg(self, counter: str) -> Generator[None]:
         if not self._legs:
             self._busy_since_s = time.monotonic()
         self._legs += 1
@@ -320,10 +218,3 @@ class VllmEngine:
         # An engine that died meanwhile holds nothing: its error is told to everyone else.
         if not task.cancelled():
             task.exception()
-
-
-def _finish_reason(step: "Step") -> FinishReason | None:
-    """Raises EngineRefused when vLLM ended the request for another reason than the model's."""
-    if step.finish_reason in (None, "stop", "length"):
-        return cast("FinishReason | None", step.finish_reason)
-    raise EngineRefused(f"the engine ended the request with {step.finish_reason!r}")

@@ -6,7 +6,7 @@ exception of vLLM leaves this module as one of `schemas.errors`.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +46,13 @@ class Step:
     kv_transfer_params: dict[str, Any] | None
 
 
+class _StoppedExplicitly(AsyncLLM):
+    """Without the parent's shutdown on collection, which comes too late, or at exit, and then fails."""
+
+    def __del__(self) -> None:
+        """`VllmEngine.stop` has ended it; where nobody could, the processes die with this one."""
+
+
 class Runtime:
     def __init__(self, settings: VllmSettings, llm: AsyncLLM) -> None:
         self._settings = settings
@@ -64,7 +71,7 @@ class Runtime:
             if "kv_events_config" in arguments:
                 arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
             arguments.setdefault("disable_log_stats", True)
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecord])
+            llm = _StoppedExplicitly.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecord])
         except (VLLMError, ValueError, TypeError, AssertionError, OSError, RuntimeError, ImportError) as error:
             raise SetupError(f"vLLM does not start with {settings.model}: {error}") from error
         return cls(settings, llm)
@@ -107,7 +114,9 @@ class Runtime:
         """One answer from each rank. Raises EngineDead, also when there is no answer in time."""
         if self.dead:
             raise EngineDead("the engine's processes have ended")
-        asked = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        # vLLM leaves the type of the answers open.
+        answers = cast("Awaitable[list[Any]]", self._llm.collective_rpc(method, args=args))  # pyright: ignore[reportUnknownMemberType]
+        asked = asyncio.ensure_future(answers)
         limit_s = timeout_s or self._settings.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -120,7 +129,7 @@ class Runtime:
         finally:
             asked.cancel()
         with _translated(self._llm):
-            return cast("list[Any]", asked.result())
+            return asked.result()
 
     async def reset_prefix_cache(self) -> bool:
         """False when blocks are in use or held."""
@@ -133,7 +142,7 @@ class Runtime:
 
 
 @contextmanager
-def _translated(llm: AsyncLLM) -> Iterator[None]:
+def _translated(llm: AsyncLLM) -> Generator[None]:
     """vLLM's exceptions as ours. Whatever ends one request leaves the engine alive; EngineDeadError is the exception to that."""
     try:
         yield

@@ -80,4 +80,5 @@ def _structured(wanted: StructuredOutput | None) -> StructuredOutputsParams | No
         return StructuredOutputsParams(json_object=True)
     if wanted.kind == "choice":
         return StructuredOutputsParams(choice=wanted.value.split("\n"))
-    return StructuredOutputsParams(**{wanted.kind: wanted.value})
+    named: dict[str, Any] = {wanted.kind: wanted.value}
+    return StructuredOutputsParams(**named)

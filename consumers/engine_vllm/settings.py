@@ -61,7 +61,7 @@ class VllmSettings(BaseModel):
     call_timeout_s: float = Field(default=60.0, gt=0, description="administrative calls wait for the running step, but not longer")
     execute_model_timeout_s: int = Field(default=60, ge=1, description="a step that takes longer ends the engine")
     start_timeout_s: float = Field(default=900.0, gt=0)
-    stop_timeout_s: float = Field(default=5.0, gt=0, description="after that the engine's processes are killed")
+    stop_timeout_s: float = Field(default=20.0, gt=0, description="after that the engine's processes are killed")
 
     lora_adapters: dict[str, str] = Field(default={}, description="adapters by name, and the folder of each")
     kv_events_endpoint: str = Field(default="", description="ZeroMQ address where the engine publishes block events; empty: nowhere")
@@ -129,6 +129,9 @@ def environment(settings: VllmSettings, side_channel_port: int) -> dict[str, str
             "OMP_WAIT_POLICY": settings.omp_wait_policy,
             "KMP_BLOCKTIME": "0" if settings.omp_wait_policy == "passive" else "200",
         }
+        if settings.enforce_eager:
+            # A few helpers (ranks of logprobs) would still be compiled at their first use, for seconds.
+            variables["TORCHDYNAMO_DISABLE"] = "1"
     # A folder needs no hub: without this, every start asks the network about it.
     if os.path.isdir(settings.model):
         variables["HF_HUB_OFFLINE"] = "1"

@@ -1,7 +1,7 @@
 """A whole Jetwake in this process: real broker, real NIXL between simulated engines, the same composition as the commands run."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet_of(
     url: str, prefill: int = 0, decode: int = 0, aggregated: int = 0, policy: str = "least_loaded", **engine_options: Any
-) -> AsyncIterator[tuple[Fleet, Client]]:
+) -> AsyncGenerator[tuple[Fleet, Client]]:
     """Yields when a request was served."""
     model = engine_options.get("model", MODEL)
     fleet = Fleet(BrokerSettings(url=url))

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from jetwake.schemas.workers import WorkerCard
 
 
 @asynccontextmanager
-async def worker_process(url: str, role: str, name: str, model: str, log: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def worker_process(
+    url: str, role: str, name: str, model: str, log: Path, *options: str
+) -> AsyncGenerator[asyncio.subprocess.Process]:
     """One worker as the command runs it."""
     arguments = [role, "--name", name, "--engine", "simulated", "--model", model, "--nats-url", url]
     for option in options:
@@ -34,7 +36,7 @@ async def worker_process(url: str, role: str, name: str, model: str, log: Path, 
 
 
 @asynccontextmanager
-async def registry_of(url: str) -> AsyncIterator[Registry]:
+async def registry_of(url: str) -> AsyncGenerator[Registry]:
     async with Bus.connect(BrokerSettings(url=url), "watcher") as bus:
         registry = Registry(bus)
         await registry.start()

@@ -98,7 +98,7 @@ async def handoff(pair: Pair, prompt: bytes, sampling: Sampling = GREEDY) -> tup
 
 async def until(fact: Callable[[], bool]) -> None:
     """For facts that nothing tells of; the test's timeout is the limit."""
-    while not fact():  # noqa: ASYNC110
+    while not fact():
         await asyncio.sleep(0.001)
 
 

@@ -49,8 +49,8 @@ async def pull_from_frozen(process: asyncio.subprocess.Process, settings: Simula
     held_back = engine.stats().used_blocks
     assert held_back == 63, held_back
     os.kill(process.pid, signal.SIGCONT)
-    await engine.drain()
-    assert engine.stats().used_blocks == 0
+    while engine.stats().used_blocks:
+        await asyncio.sleep(0.001)
     await engine.stop()
 
 

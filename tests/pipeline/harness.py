@@ -25,7 +25,7 @@ def request(request_id: str = "r1", gateway: str = "gw", model: str = "tiny") ->
 async def until(fact: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Waits for a fact that nobody announces."""
     async with asyncio.timeout(timeout_s):
-        while not fact():  # noqa: ASYNC110  what is tested has no event for it
+        while not fact():
             await asyncio.sleep(0.005)
 
 

@@ -7,14 +7,15 @@ import pytest
 
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
-from jetwake.pipeline.consume import Delivery, reply_target
+from jetwake.pipeline.consume import Delivery
 from jetwake.pipeline.jetstream import last_message
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.pipeline.settling import reply_target
 from jetwake.pipeline.topology import consumer_counts, delete_consumer, ensure_consumer, ensure_topology, subject_counts
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
-from jetwake.schemas.errors import EngineRefused, NoWorker, PullFailed, RequestCancelled
+from jetwake.schemas.errors import EngineRefused, NoWorker, PullFailed, RequestCancelled, Undecodable
 from jetwake.schemas.prefill import PrefillJob
 from jetwake.schemas.replies import DeadLetter, Failed
 from jetwake.schemas.streams import DEAD, PREFILL, RESULTS
@@ -29,7 +30,7 @@ async def queued(bus: Bus, lane: str) -> int:
 
 async def until_queued(bus: Bus, lane: str, wanted: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while await queued(bus, lane) != wanted:  # noqa: ASYNC110  the broker does not tell
+        while await queued(bus, lane) != wanted:
             await asyncio.sleep(0.01)
 
 
@@ -106,6 +107,27 @@ async def test_an_error_settles_the_message_by_the_table(bus: Bus, unique: str, 
         await until_queued(bus, unique, 0)
     assert [delivery.deliveries for delivery in worker.handled] == list(range(1, handled + 1))
     assert [request_id for request_id, _ in worker.failed] == (["r1"] if failed else [])
+
+
+async def test_an_undecodable_part_found_by_the_handler_is_told_to_the_client(bus: Bus, unique: str) -> None:
+    async def behave(_: Delivery[PrefillJob]) -> None:
+        raise Undecodable("odd token bytes")
+
+    worker = Worker(bus, unique, behave=behave)
+    await worker.put("r1")
+    async with worker.running_consumer():
+        await until_queued(bus, unique, 0)
+    assert [request_id for request_id, _ in worker.failed] == ["r1"]
+
+
+async def test_room_that_nobody_announced_is_found(bus: Bus, unique: str) -> None:
+    worker = Worker(bus, unique, paused=True)
+    await worker.put("r1")
+    async with worker.running_consumer() as consumer:
+        await bus.flush()
+        assert not consumer.fetching
+        worker.paused = False
+        await until_queued(bus, unique, 0)
 
 
 async def test_not_now_comes_again_without_limit(bus: Bus, unique: str) -> None:
