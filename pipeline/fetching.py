@@ -15,7 +15,7 @@ from ..schemas.errors import BusError, NotPermitted
 from ..schemas.streams import ConsumerSpec
 from .backoff import backoff_s
 from .connection import Bus, Subscription
-from .jetstream import PENDING_MESSAGES_HEADER, pull_subject
+from .jetstream import PENDING_MESSAGES_HEADER, is_delivery, pull_subject
 from .raw import RawMessage
 from .topology import ensure_consumer
 
@@ -154,7 +154,7 @@ class StandingPull:
 
     def _receive(self, message: RawMessage) -> None:
         self._heard = asyncio.get_running_loop().time()
-        if not message.status:
+        if is_delivery(message):
             self._failures = 0
             self.outstanding = max(0, self.outstanding - 1)
             self._take(message)

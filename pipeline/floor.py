@@ -1,4 +1,5 @@
-# pyright: reportUnknownMemberType=false  (nats-py is partly untyped, and this module is to use nothing else)
+# nats-py is partly untyped, and this module is to use nothing else:
+# pyright: reportUnknownMemberType=false
 """The floor under every latency of the pipe: the same hops made with nothing but nats-py. Used by `jetwake bench overhead`.
 
 One pass: a body travels through three work-queue streams (publish with ack, fetch, next publish, ack) and one plain message.

@@ -21,6 +21,7 @@ TTL_HEADER = "Nats-TTL"
 ROLLUP_HEADER = "Nats-Rollup"
 KV_OPERATION_HEADER = "KV-Operation"
 MARKER_REASON_HEADER = "Nats-Marker-Reason"
+STREAM_HEADER = "Nats-Stream"
 SUBJECT_HEADER = "Nats-Subject"
 SEQUENCE_HEADER = "Nats-Sequence"
 PENDING_MESSAGES_HEADER = "Nats-Pending-Messages"
@@ -48,6 +49,16 @@ def bucket_stream(bucket: str) -> str:
 def key_subject(bucket: str, key: str) -> str:
     """`key` may be `>` to mean all."""
     return f"$KV.{bucket}.{key}"
+
+
+def is_delivery(message: RawMessage) -> bool:
+    """Whether somebody published it. A status alone proves nothing: a client may send a header of that name."""
+    return message.reply.startswith("$JS.ACK.")
+
+
+def is_stored(message: RawMessage) -> bool:
+    """Whether an answer to a direct get is a message of the stream, and not the broker's remark."""
+    return STREAM_HEADER in message.headers
 
 
 def is_present(message: RawMessage) -> bool:
@@ -105,11 +116,11 @@ async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Jso
 async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:
     """The newest message on a subject, by direct get; its subject and sequence are in the headers."""
     answer = await bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")
+    if is_stored(answer):
+        return answer
     if answer.status == _NO_MESSAGE:
         return None
-    if answer.status:
-        raise BusRejected(f"reading {subject}: {answer.status} {answer.headers.get('Description', '')}")
-    return answer
+    raise BusRejected(f"reading {subject}: {answer.status} {answer.headers.get('Description', '')}")
 
 
 async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage]:
@@ -119,7 +130,7 @@ async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage
     found: list[RawMessage] = []
 
     def collect(message: RawMessage) -> None:
-        if not message.status:
+        if is_stored(message):
             found.append(message)
         elif not done.done():
             done.set_result(message)

@@ -8,6 +8,7 @@ reconnect the stored terminal is looked up.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Self
 
 from ..schemas import subjects
@@ -100,12 +101,23 @@ class ReplyInbox:
         self._streams: dict[str, set[ReplyStream]] = {}
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._subscription: Subscription | None = None
+        self._forget_reconnects: Callable[[], None] | None = None
 
     async def start(self) -> None:
         """Listening on return: a reply sent from now on is heard."""
         self._subscription = await self._bus.subscribe(subjects.replies_of(self.gateway), self._receive)
         await self._bus.flush()
-        self._bus.on_reconnect(self._doubt_all)
+        self._forget_reconnects = self._bus.on_reconnect(self._doubt_all)
+
+    async def close(self) -> None:
+        """Ends every open stream. Safe to call twice."""
+        if self._forget_reconnects is not None:
+            self._forget_reconnects()
+            self._forget_reconnects = None
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+        for stream in [stream for streams in self._streams.values() for stream in streams]:
+            stream.close()
 
     def open(self, request_id: str, model: str, start_tokens: int = 0) -> ReplyStream:
         """To be called before the request is sent. `start_tokens`: what a resuming reader has already."""

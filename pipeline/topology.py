@@ -11,7 +11,7 @@ from typing import Any
 from ..schemas.errors import StreamMissing
 from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, StreamSpec
 from .connection import Bus
-from .jetstream import Json, api, bucket_stream
+from .jetstream import Json, api, bucket_stream, key_subject
 from .settings import TopologySettings
 
 _NS = 1_000_000_000
@@ -181,7 +181,7 @@ def _bucket_config(spec: BucketSpec) -> Json:
     """What every NATS client makes of a key-value bucket with expiry of single keys."""
     config: Json = {
         "name": bucket_stream(spec.name),
-        "subjects": [f"$KV.{spec.name}.>"],
+        "subjects": [key_subject(spec.name, ">")],
         "retention": "limits",
         "storage": spec.storage,
         "discard": "new",

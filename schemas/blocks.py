@@ -6,9 +6,13 @@ keys in prompt order, each as UTF-8 behind its length (4 bytes, little-endian). 
 Source: xxHash, https://github.com/Cyan4973/xxHash (XXH3, 64 bits, seeded).
 """
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 
 import xxhash
+
+from .errors import Undecodable
 
 
 def root_hash(model: str, lora: str = "", salt: str = "", multimodal_keys: Sequence[str] = ()) -> int:
@@ -25,6 +29,24 @@ def block_hashes(tokens: bytes, block_size_tokens: int, root: int) -> list[int]:
         parent = digest(tokens[start : start + step], parent)
         hashes.append(parent)
     return hashes
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Hashes as the wire carries them: little-endian unsigned 64-bit."""
+    packed = array("Q", hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_hashes(data: bytes) -> "array[int]":
+    """Raises Undecodable when the length is no multiple of eight bytes."""
+    if len(data) % 8:
+        raise Undecodable(f"hash bytes have length {len(data)}, not a multiple of 8")
+    unpacked = array("Q", data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked
 
 
 def block_count(num_tokens: int, block_size_tokens: int) -> int:

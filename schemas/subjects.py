@@ -69,6 +69,17 @@ def load(worker: str) -> str:
 LOADS = "jw.load.*"
 
 
+def kv(worker: str) -> str:
+    return f"jw.kv.{worker}"
+
+
+KV_EVENTS = "jw.kv.*"
+
+
+def snapshot(lane: str) -> str:
+    return f"jw.snapshot.{lane}"
+
+
 def release(lane: str) -> str:
     return f"jw.release.{lane}"
 

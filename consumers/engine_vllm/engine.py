@@ -81,6 +81,8 @@ class VllmEngine:
     async def stop(self) -> None:
         for cleanup in list(self._cleanups):
             cleanup.cancel()
+        if self._runtime is not None:
+            self._runtime.fail_legs()
         self._runtime = None
         await self.processes.end()
 

@@ -45,8 +45,8 @@ class HeldBlocks:
         await self._until_booked("jw_release", names)
 
     async def release_leg(self, leg: str) -> None:
-        """For a leg whose outcome nobody saw: it may have finished just before it was cancelled."""
-        for pause_s in PAUSES_S:
+        """For a leg whose outcome nobody saw: it may have finished just before it was cancelled. Each question waits for a step."""
+        for pause_s in PAUSES_S[:4]:
             await asyncio.sleep(pause_s)
             names = {name for answer in await self._call("jw_names_of", leg) for name in answer}
             if names:

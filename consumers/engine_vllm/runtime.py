@@ -57,6 +57,7 @@ class Runtime:
     def __init__(self, settings: VllmSettings, llm: AsyncLLM) -> None:
         self._settings = settings
         self._llm = llm
+        self._stopped = False
         self._loras = {name: LoRARequest(name, number, path) for number, (name, path) in enumerate(settings.lora_adapters.items(), 1)}
         self.load = load_record(llm)
 
@@ -78,7 +79,7 @@ class Runtime:
 
     @property
     def dead(self) -> bool:
-        return self._llm.errored
+        return self._stopped or self._llm.errored
 
     @property
     def config(self) -> Any:
@@ -135,6 +136,11 @@ class Runtime:
         """False when blocks are in use or held."""
         with _translated(self._llm):
             return await self._llm.reset_prefix_cache()
+
+    def fail_legs(self) -> None:
+        """Everything in hand raises EngineDead; called on the event loop, before `shutdown`."""
+        self._stopped = True
+        self._llm.output_processor.propagate_error(EngineDeadError())
 
     def shutdown(self, timeout_s: float) -> None:
         """Blocks."""

@@ -174,6 +174,15 @@ async def test_bytes_that_are_no_message_become_a_dead_letter_and_a_failed_reply
     assert worker.handled == []
 
 
+async def test_a_clients_header_is_not_taken_for_the_brokers_word(bus: Bus, publisher: Publisher, unique: str) -> None:
+    worker = Worker(bus, unique)
+    job = PrefillJob(request=request(), router="router")
+    await publisher.store(subjects.prefill(unique), job, message_id=unique, headers={"Status": "409", "Description": "Consumer Deleted"})
+    async with worker.running_consumer():
+        await until_queued(bus, unique, 0)
+    assert worker.handled_ids == ["r1"]
+
+
 async def test_stopping_lets_work_end_within_the_grace_period(bus: Bus, unique: str) -> None:
     gate = asyncio.Event()
     worker = Worker(bus, unique, slots=2, behave=lambda _: gate.wait())  # type: ignore[arg-type, return-value]

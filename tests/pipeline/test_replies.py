@@ -170,5 +170,14 @@ async def test_closing_ends_the_waiting(bus: Bus, unique: str) -> None:
     assert await reading == []
 
 
+async def test_closing_the_inbox_ends_every_stream(bus: Bus, unique: str) -> None:
+    inbox = ReplyInbox(bus, unique)
+    await inbox.start()
+    streams = [inbox.open("r1", "tiny"), inbox.open("r1", "tiny"), inbox.open("r2", "tiny")]
+    await inbox.close()
+    await inbox.close()
+    assert [await read_all(stream) for stream in streams] == [[], [], []]
+
+
 async def test_lookup_of_a_request_that_is_not_over_says_so(bus: Bus, unique: str) -> None:
     assert await ReplyInbox(bus, unique).lookup("tiny", unique, "nobody") is None
