@@ -185,15 +185,21 @@ class SimulatedEngine:
             self._cache.changed.ring()
 
     async def _take_slot(self) -> None:
+        if self._slots.locked():
+            await self._wait_for_slot()
+        else:
+            await self._slots.acquire()  # at once
+        if not self._running:
+            self._clock.note_progress()  # an idle engine is not a stuck one
+        self._running += 1
+
+    async def _wait_for_slot(self) -> None:
         self._waiting += 1
         try:
             async with self._unless_stopped():
                 await self._slots.acquire()
         finally:
             self._waiting -= 1
-        if not self._running:
-            self._clock.note_progress()  # an idle engine is not a stuck one
-        self._running += 1
 
     async def _compute(self, run: _Run) -> None:
         """Fill the cache with the sequence so far, as a prefill step does."""

@@ -228,7 +228,7 @@ def demo(
 def ask(
     prompt: str,
     model: Annotated[str | None, typer.Option(help="Which model, when there is more than one.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Else 256, or what the model's context leaves.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     seed: Annotated[int | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
@@ -248,12 +248,13 @@ def ask(
 
         broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
         options: dict[str, Any] = {
-            "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
             "stop": stop or [],
             "timeout_s": timeout_s,
         }
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
         answer = await ask_once(broker, prompt, model, options, raw=raw, show=not as_json)
         print_json(answer) if as_json else print_answer(answer)
 
@@ -304,6 +305,27 @@ def bench_overhead(
         from .bench_overhead import measure_overhead, print_overhead
 
         print_overhead(await measure_overhead(requests, prompt_tokens, sync_always=not fast), as_json)
+
+    run(body)
+
+
+@bench_app.command("router")
+def bench_router(
+    blocks: Annotated[int, typer.Option(min=1, help="Distinct blocks in the index.")] = 1_000_000,
+    workers: Annotated[int, typer.Option(min=1)] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 8192,
+    block_size_tokens: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = 16,
+    decisions: Annotated[int, typer.Option(min=2, help="Prompts to decide.")] = 5000,
+    policy: Policy = "least_loaded",
+    as_json: AsJson = False,
+) -> None:
+    """What a routing decision costs, from token bytes to a chosen worker, and what the prefix index takes."""
+
+    async def body() -> None:
+        from .bench_router import Sizes, measure_router, print_router
+
+        sizes = Sizes(blocks, workers, prompt_tokens, block_size_tokens, decisions)
+        print_router(measure_router(sizes, policy), as_json)
 
     run(body)
 

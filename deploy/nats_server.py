@@ -180,9 +180,14 @@ def _fatal_lines(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines() if _FATAL.search(line))
 
 
-def _die_with_parent(parent_pid: int) -> Callable[[], None]:
-    """Run in the child before exec: the kernel kills it when the parent dies (Linux)."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: nothing is loaded in between
+def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
+    """What to run in the child before exec, so that the kernel kills it when the parent dies (Linux).
+
+    `parent_death` does this for children that run Python. Between fork and exec nothing may be loaded, so it is looked up here.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def in_child() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

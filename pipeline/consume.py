@@ -90,6 +90,11 @@ class Consumer(Generic[M]):
         return len(self._held)
 
     @property
+    def outstanding(self) -> int:
+        """Asked for and not yet arrived: the gauge of credit."""
+        return self._pull.outstanding
+
+    @property
     def fetching(self) -> bool:
         """Whether the broker may send a message at this moment."""
         return self._pull.outstanding > 0 and self._bus.connected

@@ -85,8 +85,8 @@ class StandingPull:
                 async with asyncio.timeout(backoff_s(self._failures, first_s=0.1)):
                     await self._connection_is_new.wait()
         self._failures += 1
-        why, self._lost = self._lost, ""
         await self._take_back()
+        why, self._lost = self._lost, ""  # only now: the ends of other pulls said the same
         try:
             await self._declare()
         except BusError as error:
@@ -100,10 +100,9 @@ class StandingPull:
             logger.debug("%s: not ours to declare", self._spec.durable)
 
     async def _adjust(self) -> None:
-        free = max(0, self._free())
-        if self.outstanding > free:
+        if self.outstanding > max(0, self._free()):
             await self._take_back()
-            return
+        free = max(0, self._free())
         wanted = free - self.outstanding
         # With many outstanding, single freed slots are gathered: the broker still has enough to send.
         if wanted > free // 8:

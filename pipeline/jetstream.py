@@ -89,18 +89,15 @@ def delivery_facts(reply: str) -> DeliveryFacts:
     return DeliveryFacts(tail[0], tail[1], int(tail[2]), int(tail[3]), int(tail[5]))
 
 
-def parse_answer(message: RawMessage, doing: str) -> Json:
-    """The answer's fields, or the error it carries."""
+def parse_json(message: RawMessage, doing: str) -> Json:
+    """The fields of an answer, which may say `error`."""
     try:
         fields: Any = json.loads(message.data)
     except ValueError as error:
         raise BusRejected(f"{doing}: the answer is no JSON: {message.data[:80]!r} {dict(message.headers)}") from error
     if not isinstance(fields, dict):
         raise BusRejected(f"{doing}: the answer is no JSON object: {message.data[:80]!r}")
-    answer = cast(Json, fields)
-    if "error" in answer:
-        raise refused(answer["error"], doing)
-    return answer
+    return cast(Json, fields)
 
 
 def refused(error: Json, doing: str) -> JetwakeError:
@@ -110,7 +107,10 @@ def refused(error: Json, doing: str) -> JetwakeError:
 async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Json:
     """Ask `$JS.API.<path>`."""
     payload = json.dumps(body).encode() if body is not None else b""
-    return parse_answer(await bus.request(f"$JS.API.{path}", payload), path)
+    answer = parse_json(await bus.request(f"$JS.API.{path}", payload), path)
+    if "error" in answer:
+        raise refused(answer["error"], path)
+    return answer
 
 
 async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:

@@ -14,7 +14,8 @@ from ..schemas.errors import BrokerUnavailable, SequenceConflict, StreamMissing
 from ..schemas.subjects import EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER, MESSAGE_ID_HEADER
 from .backoff import backoff_s
 from .connection import Bus
-from .jetstream import SEQUENCE_HEADER, TTL_HEADER, api, last_message, parse_answer
+from .jetstream import SEQUENCE_HEADER, TTL_HEADER, last_message, parse_json, refused
+from .raw import RawMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,8 @@ class Publisher:
         started, failures, unsure = clock(), 0, False
         while True:
             try:
-                answer = parse_answer(await self._bus.request(subject, payload, headers), f"storing on {subject}")
-                return Stored(int(answer["seq"]), bool(answer.get("duplicate", False)), unsure)
-            except SequenceConflict:
-                ours = await self._find_own(subject, headers) if unsure else None
-                if ours is None:
-                    raise
-                return ours
+                answer = await self._bus.request(subject, payload, headers)
+                return await self._judge(answer, subject, headers, unsure)
             except BrokerUnavailable:
                 unsure, patience_s = True, self._bus.settings.publish_deadline_s
                 if clock() - started >= patience_s:
@@ -94,11 +90,15 @@ class Publisher:
             failures += 1
             await asyncio.sleep(min(backoff_s(failures, cap_s=1.0), max(0.0, started + patience_s - clock())))
 
-    async def _find_own(self, subject: str, headers: Mapping[str, str]) -> Stored | None:
-        """Whether what stands on the subject is our own earlier send whose answer was lost, when the broker forgot its id."""
-        names: list[str] = (await api(self._bus, "STREAM.NAMES", {"subject": subject})).get("streams") or []
-        for stream in names:
-            last = await last_message(self._bus, stream, subject)
-            if last is not None and last.headers.get(MESSAGE_ID_HEADER) == headers.get(MESSAGE_ID_HEADER, ""):
-                return Stored(int(last.headers[SEQUENCE_HEADER]), True, True)
-        return None
+    async def _judge(self, answer: RawMessage, subject: str, headers: Mapping[str, str], unsure: bool) -> Stored:
+        """`unsure`: an earlier send of this message may have been stored, its answer lost."""
+        fields = parse_json(answer, doing := f"storing on {subject}")
+        if "error" not in fields:
+            return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)))
+        error = refused(fields["error"], doing)
+        if unsure and isinstance(error, SequenceConflict):
+            # The broker tests the expected sequence before the id, so a resend conflicts with our own earlier send.
+            last = await last_message(self._bus, str(fields.get("stream", "")), subject)
+            if last is not None and last.headers.get(MESSAGE_ID_HEADER, "") == headers.get(MESSAGE_ID_HEADER):
+                return Stored(int(last.headers[SEQUENCE_HEADER]), duplicate=True)
+        raise error

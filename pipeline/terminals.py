@@ -5,18 +5,21 @@ for exactly one caller of a request; the terminal is in the store before anybody
 broker shrinks rather than goes missing.
 """
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..schemas import subjects
 from ..schemas.codec import encode
-from ..schemas.errors import PayloadTooLarge, SequenceConflict
+from ..schemas.errors import BusError, PayloadTooLarge, SequenceConflict
 from ..schemas.replies import AnyTerminal, DeadLetter, Failed
 from ..schemas.requests import InferenceRequest
 from .clock import Clock
 from .connection import Bus
 from .publish import Publisher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,15 @@ class Terminals:
                 continue
             except SequenceConflict:
                 return False
-            await self._bus.publish(live_subject, payload)
+            await self._tell_live(live_subject, payload)
             return True
         raise PayloadTooLarge(f"not even a failed terminal for {request.request_id} fits into a message")
+
+    async def _tell_live(self, subject: str, payload: bytes) -> None:
+        try:
+            await self._bus.publish(subject, payload)
+        except BusError as error:  # it is stored, and readers that hear nothing look there
+            logger.warning("the end on %s is stored but was not sent live: %s", subject, error)
 
     async def dead_letter(self, letter: DeadLetter, headers: Mapping[str, str] | None = None) -> None:
         """Keeps a message for an operator; one too large for a second envelope is kept without its payload."""

@@ -142,6 +142,7 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------------ held blocks
 
     async def held(self) -> Mapping[str, Held]:
+        _ = self._live
         return await self._held.now()
 
     async def extend(self, engine_request_ids: Sequence[str], lease_s: float) -> None:
@@ -170,7 +171,7 @@ class VllmEngine:
         await self._call("jw_ping", timeout_s=timeout_s)
 
     async def drain(self) -> None:
-        while self._legs or self._cleanups or await self.held():
+        while self._legs or self._cleanups or await self._held.now():
             await asyncio.sleep(POLL_S)
 
     async def reset_prefix_cache(self) -> bool:

@@ -99,8 +99,8 @@ def _peer_fault(prompt_length: int, kv: KvReference, engine: EngineInfo) -> str:
         return "it comes from this very engine"
     if not kv.engine_id or not kv.engine_request_id or not kv.host:
         return "it does not say where the blocks are"
-    if kv.tensor_parallel < 1 or kv.pipeline_parallel != 1 or kv.context_parallel != 1:
-        return "its layout over devices is not supported: only tensor parallelism is"
+    if kv.tensor_parallel != engine.compatibility.tensor_parallel or kv.pipeline_parallel != 1 or kv.context_parallel != 1:
+        return "it is spread over devices in another way than ours"
     if kv.transfer_mode != "pull":
         return f"its transfer mode is {kv.transfer_mode!r}, ours is pull"
     if kv.cached_tokens > prompt_length:

@@ -88,6 +88,8 @@ class Runtime:
 
     def first_token(self, leg: Leg, kv_transfer_params: dict[str, Any]) -> AsyncGenerator[Step, None]:
         with _translated(self._llm):
+            # Refused here rather than on the decode leg, when the client already has its first token.
+            sampling.for_answer(leg.sampling, [], None)
             params = sampling.for_first_token(leg.sampling, unpack_tokens(leg.forced_tokens), kv_transfer_params)
         return self._submit(leg, params)
 
@@ -140,6 +142,8 @@ class Runtime:
     def fail_legs(self) -> None:
         """Everything in hand raises EngineDead; called on the event loop, before `shutdown`."""
         self._stopped = True
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     def shutdown(self, timeout_s: float) -> None:

@@ -132,7 +132,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.told == set(self.cached)
 
 
-PoolAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 
 

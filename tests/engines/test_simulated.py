@@ -268,3 +268,21 @@ async def test_block_events_name_the_prompt(new_pair: NewPair) -> None:
         assert hashes == list(engine.pool.cached_hashes())[:3]
         assert [event.block_hash for event in engine.pool.take_events().events][:3] == hashes  # type: ignore[union-attr]
     await nothing_used(pair)
+
+
+async def test_room_is_given_in_order_of_arrival(new_pair: NewPair) -> None:
+    """A small request that would fit does not overtake a large one that waits."""
+    pair = await new_pair(num_blocks=8)
+    _, kv = await handoff(pair, pair.prompt(6 * 16))
+    large = asyncio.create_task(pair.prefill.prefill(leg(pair.prompt(8 * 16, salt=1))))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(pair.prefill.prefill(leg(pair.prompt(20, salt=2))))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not small.done()
+    await pair.prefill.release([kv.engine_request_id])
+    first = await large
+    assert first.kv is not None
+    assert not small.done()
+    await pair.prefill.release([first.kv.engine_request_id])
+    await small

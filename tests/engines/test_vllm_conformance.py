@@ -1,20 +1,22 @@
-"""vLLM keeps the engine contract: the shared suite on a pair of real engines."""
+"""vLLM keeps the engine contract: the shared suites on a pair of real engines."""
 
 import pytest
 
-from .conformance import EngineConformance, Pair
-from .vllm_engines import tiny_model, vllm_pair  # noqa: F401  (fixtures)
+from .conformance import EngineConformance, EngineLifeConformance, Pair
+from .vllm_engines import pair, tiny_model, vllm_pair  # noqa: F401  (fixtures)
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def pair(vllm_pair: Pair) -> Pair:  # noqa: F811
-    return vllm_pair
 
 
 class TestConformance(EngineConformance):
     concurrency = 16
     # Sums in another order differ in their last bits; the tiny model's margins are wide, not infinite.
     exact_when_batched = False
+
+
+class TestLife(EngineLifeConformance):
+    @pytest.fixture
+    def mortal_pair(self, pair: Pair) -> Pair:  # noqa: F811
+        """Whatever a test stops is replaced for the next one."""
+        return pair

@@ -1,10 +1,10 @@
-"""Real vLLM engines for tests: a pair for the whole run, on a tiny model with wide margins between its logits.
+"""Real vLLM engines for tests: one pair for the whole run, on a tiny model with wide margins between its logits.
 
-Starting one takes tens of seconds, so nothing here is made per test but what a test must break.
+Starting an engine takes tens of seconds, so tests share the pair; one that a test stopped or killed is replaced for the next.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,55 +13,69 @@ from jetwake.consumers.engine import EngineInfo
 from jetwake.consumers.engine_vllm.engine import VllmEngine
 from jetwake.consumers.engine_vllm.settings import VllmSettings
 from jetwake.deploy.demo_model import fetch
+from jetwake.schemas.errors import EngineDead
 
 from .conformance import Pair
 
-START_TIMEOUT_S = 600
-
 
 def settings_for(model: Path, **changes: object) -> VllmSettings:
-    settings = VllmSettings(model=str(model), served_name="tiny", max_model_len=8192, max_num_seqs=32, engine_args={"seed": 0})
-    return VllmSettings.model_validate(settings.model_dump() | changes)
+    usual = {"model": str(model), "served_name": "tiny", "max_model_len": 8192, "max_num_seqs": 32, "pull_timeout_s": 8.0, "kv_lease_s": 10}
+    return VllmSettings.model_validate(usual | changes)
 
 
-async def start(*engines: VllmEngine) -> list[EngineInfo]:
+class VllmPair:
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._engines: dict[str, tuple[VllmEngine, EngineInfo]] = {}
+
+    async def whole(self) -> Pair:
+        """Both engines alive, the decode engine greeted."""
+        missing = [role for role in ("prefill", "decode") if not await self._alive(role)]
+        started = await start(*(VllmEngine(self._settings) for _ in missing))
+        self._engines |= dict(zip(missing, started, strict=True))
+        (prefill, prefill_info), (decode, decode_info) = self._engines["prefill"], self._engines["decode"]
+
+        async def forget_prefixes() -> None:
+            await asyncio.gather(*(forget(engine) for engine in (prefill, decode)))
+
+        pair = Pair(prefill, decode, prefill_info, decode_info, forget_prefixes, first_token_id=300, num_token_ids=1500)
+        await decode.greet(pair.peer())
+        return pair
+
+    async def _alive(self, role: str) -> bool:
+        if role not in self._engines:
+            return False
+        try:
+            await self._engines[role][0].ping(10.0)
+        except EngineDead:
+            await self._engines.pop(role)[0].stop()
+            return False
+        return True
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine, _ in self._engines.values()))
+
+
+async def start(*engines: VllmEngine) -> list[tuple[VllmEngine, EngineInfo]]:
     """At once, but each begins when the one before has spawned its processes: they hand on the environment."""
     starting: list[asyncio.Task[EngineInfo]] = []
     for engine in engines:
         starting.append(asyncio.create_task(engine.start()))
         while not engine.processes.spawned and not starting[-1].done():
             await asyncio.sleep(0.05)
-    return list(await asyncio.gather(*starting))
+    infos = await asyncio.gather(*starting, return_exceptions=True)
+    for info in infos:
+        if isinstance(info, BaseException):
+            await asyncio.gather(*(engine.stop() for engine in engines))
+            raise info
+    return [(engine, info) for engine, info in zip(engines, infos, strict=True) if isinstance(info, EngineInfo)]
 
 
-async def stop(*engines: VllmEngine) -> None:
-    await asyncio.gather(*(engine.stop() for engine in engines))
-
-
-def as_pair(prefill: VllmEngine, decode: VllmEngine, infos: list[EngineInfo]) -> Pair:
-    async def forget_prefixes() -> None:
-        for engine in (prefill, decode):
-            await engine.drain()
-            await until_true(engine)
-
-    return Pair(prefill, decode, *infos, forget_prefixes=forget_prefixes, first_token_id=300, num_token_ids=1500)
-
-
-async def until_true(engine: VllmEngine) -> None:
-    """Blocks of a request that just ended are free with the engine's next step."""
+async def forget(engine: VllmEngine) -> None:
+    """Blocks of a request that just ended are free with the engine's next step, so ask until they are."""
+    await engine.drain()
     while not await engine.reset_prefix_cache():
         await asyncio.sleep(0.01)
-
-
-async def started_pair(model: Path, **changes: object) -> Pair:
-    engines = VllmEngine(settings_for(model, **changes)), VllmEngine(settings_for(model, **changes))
-    try:
-        pair = as_pair(*engines, await start(*engines))
-        await pair.decode.greet(pair.peer())
-    except BaseException:
-        await stop(*engines)
-        raise
-    return pair
 
 
 @pytest.fixture(scope="session")
@@ -70,12 +84,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-async def vllm_pair(tiny_model: Path) -> AsyncIterator[Pair]:
-    pair = await started_pair(tiny_model)
+async def vllm_pair(tiny_model: Path) -> AsyncIterator[VllmPair]:
+    pair = VllmPair(settings_for(tiny_model))
     yield pair
-    await stop_pair(pair)
+    await pair.stop()
 
 
-async def stop_pair(pair: Pair) -> None:
-    stopping: list[Awaitable[None]] = [pair.prefill.stop(), pair.decode.stop()]
-    await asyncio.gather(*stopping)
+@pytest.fixture
+async def pair(vllm_pair: VllmPair) -> Pair:
+    return await vllm_pair.whole()

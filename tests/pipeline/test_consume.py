@@ -74,6 +74,19 @@ async def test_room_that_shrinks_takes_back_what_was_asked_for(bus: Bus, unique:
     assert worker.handled[0].deliveries == 1
 
 
+async def test_room_that_shrinks_keeps_the_rest(bus: Bus, unique: str) -> None:
+    worker = Worker(bus, unique, slots=4)
+    async with worker.running_consumer() as consumer:
+        await until(lambda: consumer.outstanding == 4)
+        worker.slots = 1
+        consumer.room_changed()
+        await until(lambda: consumer.outstanding == 1)
+        await worker.put(*[f"r{n}" for n in range(20)])
+        await until_queued(bus, unique, 0)
+    assert worker.most_running == 1
+    assert all(delivery.deliveries == 1 for delivery in worker.handled)
+
+
 async def test_messages_that_fill_a_pull_by_size_keep_flowing(bus: Bus, unique: str) -> None:
     worker = Worker(bus, unique, slots=50)
     large = request().model_copy(update={"prompt_tokens": bytes(4 << 20)})
