@@ -10,6 +10,7 @@ import gc
 import json
 import random
 import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -27,6 +28,7 @@ from ..schemas.kv_events import KvChange, KvEvents
 FAMILIES = 100
 BLOCKS_PER_EVENT = 128  # what one prefill step of 2,048 tokens stores
 ROUTED_PER_S = 100
+STORED_AFTER, REMOVED_AFTER = 50, 200  # decisions
 ROOT = root_hash("bench")
 
 
@@ -177,7 +179,8 @@ def _fill(index: PrefixIndex, messages: Sequence[bytes]) -> tuple[int, float, fl
 
 def _decide(index: PrefixIndex, policy: Policy, workload: Workload, sizes: Sizes) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each lookup, decision and prediction."""
-    fleet, lookups_s, decisions_s, predictions_s = _fleet(sizes.workers), list[float](), list[float](), list[float]()
+    lookups_s, decisions_s, predictions_s = list[float](), list[float](), list[float]()
+    fleet, fresh = _fleet(sizes.workers), deque[tuple[str, list[int]]]()
     for number in range(sizes.decisions):
         tokens, now_s = workload.prompt(), number / ROUTED_PER_S
         start_s = perf_counter()
@@ -189,9 +192,20 @@ def _decide(index: PrefixIndex, policy: Policy, workload: Workload, sizes: Sizes
         chosen_s = perf_counter()
         index.predict(lane, hashes, now_s)
         predictions_s.append(perf_counter() - chosen_s)
+        fresh.append((lane, hashes[matches.get(lane, 0) :]))
+        _follow(index, fresh)
         lookups_s.append(matched_s - hashed_s)
         decisions_s.append(chosen_s - start_s)
     return lookups_s, decisions_s, predictions_s
+
+
+def _follow(index: PrefixIndex, fresh: deque[tuple[str, list[int]]]) -> None:
+    """What workers then say: they store what was predicted, and later remove it, leaves first, so that the index keeps its size."""
+    if len(fresh) > STORED_AFTER:
+        index.stored(*fresh[-STORED_AFTER])
+    if len(fresh) > REMOVED_AFTER:
+        lane, hashes = fresh.popleft()
+        index.removed(lane, hashes[::-1])
 
 
 def _choose(policy: Policy, fleet: Sequence[Candidate], number: int, prompt_tokens: int, matches: dict[str, int]) -> str:

@@ -4,8 +4,9 @@ Writes terminals (through `pipeline.terminals`), dead letters, and requests with
 """
 
 from ..schemas import subjects
+from ..schemas.codec import encode
 from ..schemas.errors import DeadlineExceeded, JetwakeError, RequestCancelled, RequestEnded
-from ..schemas.replies import Cancelled, Expired, Failed
+from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
 from .terminals import Terminals
@@ -58,9 +59,14 @@ class Endings:
         )
 
     async def again(self, request: InferenceRequest, error: JetwakeError) -> None:
-        """Another attempt, routed and prefilled afresh; after the last one a failed reply. The higher attempt fences this one."""
+        """Another attempt, routed and prefilled afresh; after the last one a failed reply and a dead letter.
+
+        The higher attempt fences this one. A request that has ended (only its acknowledgement was lost) is left alone.
+        """
+        if await self._terminals.has_ended(request):
+            return
         if request.attempt >= MAX_ATTEMPTS:
-            await self.failed(request, error)
+            await self._give_up(request, error)
             return
         following = request.model_copy(update={"attempt": request.attempt + 1})
         await self._publisher.store(
@@ -69,3 +75,16 @@ class Endings:
             message_id=subjects.message_id(request.request_id, "request", following.attempt),
             headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
         )
+
+    async def _give_up(self, request: InferenceRequest, error: JetwakeError) -> None:
+        letter = DeadLetter(
+            stage="attempts",
+            subject=subjects.requests(request.model, request.priority_class),
+            code=error.code,
+            text=str(error),
+            payload=encode(request),
+            request_id=request.request_id,
+            attempts=request.attempt,
+        )
+        await self._terminals.dead_letter(letter)
+        await self.failed(request, error)

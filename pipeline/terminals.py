@@ -15,8 +15,10 @@ from ..schemas.codec import encode
 from ..schemas.errors import BusError, PayloadTooLarge, SequenceConflict
 from ..schemas.replies import AnyTerminal, DeadLetter, Failed
 from ..schemas.requests import InferenceRequest
+from ..schemas.streams import RESULTS
 from .clock import Clock
 from .connection import Bus
+from .jetstream import last_message
 from .publish import Publisher
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,11 @@ class Terminals:
             await self._bus.publish(subject, payload)
         except BusError as error:  # it is stored, and readers that hear nothing look there
             logger.warning("the end on %s is stored but was not sent live: %s", subject, error)
+
+    async def has_ended(self, request: InferenceRequest) -> bool:
+        """Whether the store has a terminal of it, whoever wrote that. Raises BusError."""
+        subject = subjects.result(request.model, request.gateway, request.request_id)
+        return await last_message(self._bus, RESULTS.name, subject) is not None
 
     async def dead_letter(self, letter: DeadLetter, headers: Mapping[str, str] | None = None) -> None:
         """Keeps a message for an operator; one too large for a second envelope is kept without its payload."""

@@ -17,7 +17,7 @@ DEFAULT_PREDICTION_TTL_S = 10.0
 BLOCKS_PER_SHARD = 300
 SHARED_MASKS = 16_384
 EXPIRIES_PER_MATCH, EXPIRIES_PER_PREDICT = 512, 8192
-CROWDED = 0.75
+CROWDED = 0.9
 FORGET_SHARE = 256  # each forgotten lane cleans one part in so many of the index, so no more than about twice as many bits wait
 
 

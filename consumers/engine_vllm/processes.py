@@ -8,6 +8,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ENGINE_VARIABLE = "JETWAKE_ENGINE_ID"
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 POLL_S = 0.1
+KILL_WAIT_S = 10.0
 
 
 class EngineProcesses:
@@ -92,8 +94,12 @@ class EngineProcesses:
 
     def _end(self, building: "asyncio.Future[Runtime]") -> None:
         processes = self.alive()
+        # vLLM's own last resort would also kill the resource tracker, and leave shared memory behind.
+        impatience = threading.Timer(self._settings.stop_timeout_s, _kill, [processes])
+        impatience.start()
         if not building.cancelled() and building.exception() is None:
-            building.result().shutdown(self._settings.stop_timeout_s)
+            building.result().shutdown(self._settings.stop_timeout_s + KILL_WAIT_S)
+        impatience.cancel()
         _kill(processes)
         shutil.rmtree(self._sockets, ignore_errors=True)
 
@@ -116,7 +122,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return False
 
 
-def _kill(processes: list[psutil.Process], wait_s: float = 5.0) -> None:
+def _kill(processes: list[psutil.Process], wait_s: float = KILL_WAIT_S) -> None:
     for process in processes:
         try:
             process.kill()

@@ -61,7 +61,7 @@ class VllmSettings(BaseModel):
     call_timeout_s: float = Field(default=60.0, gt=0, description="administrative calls wait for the running step, but not longer")
     execute_model_timeout_s: int = Field(default=60, ge=1, description="a step that takes longer ends the engine")
     start_timeout_s: float = Field(default=900.0, gt=0)
-    stop_timeout_s: float = Field(default=20.0, gt=0, description="after that the engine's processes are killed")
+    stop_timeout_s: float = Field(default=3.0, gt=0, description="after that the engine's processes are killed")
 
     lora_adapters: dict[str, str] = Field(default={}, description="adapters by name, and the folder of each")
     kv_events_endpoint: str = Field(default="", description="ZeroMQ address where the engine publishes block events; empty: nowhere")
