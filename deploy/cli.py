@@ -100,6 +100,11 @@ def topology_settings() -> "TopologySettings":
     return TopologySettings()
 
 
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def start_logging() -> None:
     import logging
 
@@ -186,7 +191,9 @@ def up(
         from .startup_view import StartupView
 
         broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key) if nats_url else None
-        system = local_system(engine, model, served_model_name, engine_option or [], policy, (prefill, decode, aggregated), store, broker)
+        system = local_system(
+            engine, model, served_model_name, engine_option or [], policy, (prefill, decode, aggregated), store, broker, say
+        )
         with StartupView() as view:
             await run_local(system, stop_on_signals(), view.ready, view.show)
 
@@ -207,7 +214,7 @@ def demo(
         from .startup_view import StartupView
 
         stopping = stop_on_signals()
-        system = local_system(engine, model, "", [], "least_loaded", (1, 1, 0), None, None)
+        system = local_system(engine, model, "", [], "least_loaded", (1, 1, 0), None, None, say)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with StartupView(say_ready=False) as view:
             async with asyncio.TaskGroup() as tasks:
@@ -287,7 +294,7 @@ def model_fetch(name: Annotated[str, typer.Argument(help="demo, tiny, a folder, 
     async def body() -> None:
         from .demo_model import fetch
 
-        print(fetch(name, report=lambda text: print(text, file=sys.stderr)))
+        print(fetch(name, report=say))
 
     run(body)
 
@@ -335,9 +342,11 @@ def schemas(folder: Annotated[Path, typer.Argument(help="Where to write one JSON
     """Export the JSON Schemas of all messages."""
 
     async def body() -> None:
-        from ..schemas.json_schema import export
+        from ..schemas.json_schema import files
 
-        export(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files().items():
+            (folder / name).write_text(text)
 
     run(body)
 

@@ -20,6 +20,7 @@ from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
 from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
+from .demo_model import fetch
 from .engines import ENGINES, parse_engine_options
 from .nats_server import NatsServer
 from .supervisor import Child, Supervisor
@@ -52,10 +53,11 @@ def local_system(
     counts: tuple[int, int, int],
     store: Path | None,
     broker: BrokerSettings | None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> LocalSystem:
-    """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for counts that can serve nothing.
+    """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for what can serve nothing.
 
-    Options that can be wrong are tried here, before any process starts.
+    Options that can be wrong are tried here, and the model is made ready, before any process starts. `report` hears of that.
     """
     prefill, decode, aggregated = counts
     if bool(prefill) != bool(decode):
@@ -66,6 +68,8 @@ def local_system(
     parse_engine_options(engine_options)
     if engine not in ENGINES:
         raise SetupError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
+    if engine == "vllm":
+        fetch(model, report=report)  # once and in sight, instead of in every worker and in its log
     arguments = ["--engine", engine, "--model", model, "--served-model-name", served_model_name or model]
     for option in engine_options:
         arguments += ["--engine-option", option]

@@ -12,6 +12,7 @@ from pydantic_core.core_schema import BytesSchema
 
 from .codec import Message
 from .decode import KvHandoff
+from .kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from .prefill import PrefillJob, ReleaseKv
 from .replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed, Finished, TokenChunk
 from .requests import InferenceRequest
@@ -34,6 +35,9 @@ MESSAGES: tuple[type[Message], ...] = (
     ModelCard,
     WorkerCard,
     WorkerLoad,
+    KvEvents,
+    KvSnapshotWanted,
+    KvSnapshotChunk,
 )
 """Everything that travels by itself; the parts of these are in the definitions of each document."""
 

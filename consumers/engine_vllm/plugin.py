@@ -1,6 +1,6 @@
 """What runs in each process of a vLLM engine before the engine itself (entry point `vllm.general_plugins`).
 
-Reads two environment variables that a Jetwake worker sets, and does nothing without them. Promises that an engine process dies with
+Reads environment variables that a Jetwake worker sets, and does nothing without them. Promises that an engine process dies with
 the process that started it, even when that one is killed, and that NIXL's progress thread sleeps between polls instead of taking
 a whole core.
 """
@@ -12,12 +12,17 @@ import os
 import platform
 import signal
 import sys
+import time
 from typing import Any
 
 OWNER_VARIABLE = "JETWAKE_ENGINE_OWNER"
 """Process id of the worker that owns the engine."""
 PROGRESS_DELAY_VARIABLE = "JETWAKE_NIXL_PROGRESS_DELAY_US"
+SPIN_VARIABLE = "JETWAKE_STEP_SPIN_S"
 
+_BUSY_S = 1.0
+_SLEEP_BUSY_MS = 1
+_SLEEP_IDLE_MS = 20
 _PR_SET_PDEATHSIG = 1
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -34,6 +39,8 @@ def register() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_matrix_tiles()
     slow_down_progress_thread(int(os.environ.get(PROGRESS_DELAY_VARIABLE, "0")))
+    if spin_s := os.environ.get(SPIN_VARIABLE, ""):
+        shorten_spinning(float(spin_s))
 
 
 def die_with_parent() -> None:
@@ -71,6 +78,24 @@ def slow_down_progress_thread(delay_us: int) -> None:
         return make_agent(name, config)
 
     module.nixlBind = _Replaced(binding, nixlAgent=make_tamed_agent)
+
+
+def shorten_spinning(spin_s: float) -> None:
+    """An engine's processes wait for each other's messages by spinning for a second before they sleep: on a few cores that takes the
+    time of the very step they wait for, and of every other engine. So they sleep sooner, but never long: the socket that should wake
+    them sometimes does not, and vLLM itself would then sleep for five seconds.
+    """
+    condition: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition
+    make, wait = condition.__init__, condition.wait
+
+    def make_short(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = spin_s) -> None:
+        make(self, is_reader, context, notify_address, busy_loop_s)
+
+    def wait_briefly(self: Any, timeout_ms: int | None = None) -> None:
+        limit_ms = _SLEEP_BUSY_MS if time.monotonic() - self.last_read < _BUSY_S else _SLEEP_IDLE_MS
+        wait(self, limit_ms if timeout_ms is None else min(limit_ms, timeout_ms))
+
+    condition.__init__, condition.wait = make_short, wait_briefly
 
 
 class _Replaced:

@@ -142,8 +142,10 @@ class Runtime:
     def fail_legs(self) -> None:
         """Everything in hand raises EngineDead; called on the event loop, before `shutdown`."""
         self._stopped = True
-        if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()
+        # It would log the end that is intended here as a failure.
+        handler = cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
+        if handler is not None:
+            handler.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     def shutdown(self, timeout_s: float) -> None:

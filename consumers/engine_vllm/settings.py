@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ...schemas.errors import SetupError
-from .plugin import OWNER_VARIABLE, PROGRESS_DELAY_VARIABLE
+from .plugin import OWNER_VARIABLE, PROGRESS_DELAY_VARIABLE, SPIN_VARIABLE
 
 CONNECTOR = "NixlConnector"
 LEASE_KEEPER = "jetwake.consumers.engine_vllm.lease_keeper.LeaseKeeper"
@@ -47,6 +47,7 @@ class VllmSettings(BaseModel):
     omp_threads: int = Field(default=1, ge=1, description="CPU only: threads of one engine; two engines on one machine share its cores")
     omp_binding: str = Field(default="nobind", description="CPU only: VLLM_CPU_OMP_THREADS_BIND; nobind lets several engines share cores")
     omp_wait_policy: Literal["passive", "active"] = Field(default="passive", description="CPU only: passive threads sleep between loops")
+    step_spin_s: float | None = Field(default=0.001, ge=0, description="processes of an engine spin this long for a message; None: 1 s")
     enforce_eager: bool = Field(default=True, description="no compilation: starts faster; set False on GPUs")
 
     nixl_threads: int = Field(default=0, ge=0, description="NIXL's worker threads; with its default of 4, pulls stall for up to 30 s")
@@ -119,6 +120,7 @@ def environment(settings: VllmSettings, side_channel_port: int) -> dict[str, str
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
         "TOKENIZERS_PARALLELISM": "false",
         PROGRESS_DELAY_VARIABLE: str(settings.nixl_progress_delay_us),
+        SPIN_VARIABLE: "" if settings.step_spin_s is None else str(settings.step_spin_s),
         OWNER_VARIABLE: str(os.getpid()),
     }
     if settings.device == "cpu":

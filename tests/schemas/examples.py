@@ -3,6 +3,7 @@
 from jetwake.schemas.codec import Message
 from jetwake.schemas.decode import KvHandoff, KvReference
 from jetwake.schemas.json_schema import type_tag
+from jetwake.schemas.kv_events import KvChange, KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from jetwake.schemas.prefill import PrefillJob, ReleaseKv
 from jetwake.schemas.replies import (
     Cancelled,
@@ -18,6 +19,7 @@ from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutpu
 from jetwake.schemas.workers import KvCompatibility, ModelCard, WorkerCard, WorkerLoad
 
 TOKENS = bytes.fromhex("0100000002000000ff7f0000")
+HASHES = bytes.fromhex("0123456789abcdeffedcba9876543210")
 
 SAMPLING = Sampling(
     max_tokens=64,
@@ -168,6 +170,14 @@ EXAMPLES: tuple[Message, ...] = (
         held_handoffs=2,
         free_slots=14,
     ),
+    KvEvents(
+        worker="p-1",
+        incarnation="i-1",
+        number=9,
+        changes=[KvChange(kind="stored", hashes=HASHES), KvChange(kind="removed", hashes=HASHES[:8]), KvChange(kind="cleared")],
+    ),
+    KvSnapshotWanted(router="r-1"),
+    KvSnapshotChunk(worker="p-1", incarnation="i-1", number=9, index=1, chunks=2, hashes=HASHES),
 )
 
 BY_TAG = {type_tag(type(example)): example for example in EXAMPLES}

@@ -4,8 +4,12 @@ A message that is new is added to `examples.py`, and `python tests/schemas/write
 change for a message that was released need a new type tag instead.
 """
 
+import importlib
+import pkgutil
+
 import pytest
 
+import jetwake.schemas
 from jetwake.schemas.codec import Message, decode, encode
 from jetwake.schemas.json_schema import MESSAGES, type_tag
 
@@ -38,7 +42,9 @@ def test_examples_leave_nothing_at_its_default() -> None:
 
 
 def test_every_typed_message_is_listed() -> None:
-    """Found by walking the subclasses of Message in `jetwake.schemas`."""
+    """Found by importing all of `jetwake.schemas` and walking the subclasses of Message."""
+    for module in pkgutil.iter_modules(jetwake.schemas.__path__):
+        importlib.import_module(f"jetwake.schemas.{module.name}")
     found, todo = set[type[Message]](), [Message]
     while todo:
         for kind in todo.pop().__subclasses__():
