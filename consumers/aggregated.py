@@ -43,13 +43,14 @@ class AggregatedConsumer:
         return self._work.free_slots()
 
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
-        request = delivery.message.request
+        job = delivery.message
+        request = job.request
         answer = Answer(self._publisher, request)
-        async with self._work.holding(request):
+        async with self._work.holding(request, delivery.sequence, job.predicted_cached_tokens):
             try:
                 async with self._in_flight.guard(request, "generation"):
                     await self._generate(request, answer)
-                await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker))
+                await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens))
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
 

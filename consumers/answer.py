@@ -45,7 +45,7 @@ class Answer:
             )
             await self._publisher.send(self._subject, chunk)
 
-    def finished(self, prefill_worker: str, decode_worker: str) -> Finished:
+    def finished(self, prefill_worker: str, decode_worker: str, predicted_cached_tokens: int) -> Finished:
         """The terminal of an answer whose last output named a reason. Raises EngineRefused when none did: that is no answer."""
         if self.last is None or self.last.finish_reason is None:
             raise EngineRefused("the engine ended the answer without saying why")
@@ -56,6 +56,7 @@ class Answer:
             logprobs=self.logprobs,
             stop_reason=self.last.stop_reason,
             cached_tokens=self.last.cached_tokens,
+            predicted_cached_tokens=predicted_cached_tokens,
             prefill_worker=prefill_worker,
             decode_worker=decode_worker,
             kv_bytes=self.last.kv_bytes,
@@ -70,6 +71,7 @@ def finished(
     logprobs: Sequence[PositionLogprobs] = (),
     stop_reason: str = "",
     cached_tokens: int = 0,
+    predicted_cached_tokens: int = 0,
     prefill_worker: str = "",
     decode_worker: str = "",
     kv_bytes: int = 0,
@@ -82,6 +84,7 @@ def finished(
         logprobs=list(logprobs),
         prompt_length_tokens=request.prompt_length_tokens,
         cached_tokens=cached_tokens,
+        predicted_cached_tokens=predicted_cached_tokens,
         prefill_worker=prefill_worker,
         decode_worker=decode_worker,
         kv_bytes=kv_bytes,

@@ -69,7 +69,9 @@ class DecodeConsumer:
                     self._validate(delivery)
                     async with self._ledger.reserve(self._need_blocks(handoff)):
                         await self._generate(handoff, answer)
-                await self._terminals.end(request, answer.finished(handoff.prefill_worker, self._card.worker))
+                await self._terminals.end(
+                    request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
+                )
             except RequestEnded as ending:
                 await self._release(handoff, answer, str(ending))
                 await self._endings.ended_early(request, ending)

@@ -111,6 +111,14 @@ class Held:
 
 
 @dataclass(frozen=True)
+class BlockChange:
+    """Blocks that came into the prefix cache, or left it, together. Hashes are Jetwake's own (`schemas.blocks`)."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    hashes: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Now: requests in the engine, blocks in use (held ones included), seconds since the last step made progress."""
 
@@ -162,6 +170,13 @@ class Engine(Protocol):
 
     async def release(self, engine_request_ids: Sequence[str]) -> None:
         """Free the blocks kept for these. Ids no longer held are ignored. Raises EngineDead."""
+        ...
+
+    async def block_changes(self) -> Sequence[BlockChange]:
+        """Waits for the prefix cache to change, and returns what changed since the last call, in order. For one reader.
+
+        Where changes were lost, what follows begins with `cleared` and tells of everything known to be cached. Raises EngineDead.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

@@ -19,9 +19,9 @@ from ..schemas.errors import EngineDead, EngineRefused, PullFailed
 from ..schemas.replies import PositionLogprobs
 from ..schemas.tokens import pack_tokens, token_count
 from .block_pool import BlockPool
-from .engine import EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
+from .engine import BlockChange, EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
 from .kv_transfer_nixl import KvTransfer, Pull
-from .simulated_cache import SequenceBlocks, SimulatedCache
+from .simulated_cache import SequenceBlocks, SimulatedCache, block_changes
 from .simulated_leases import LeaseBook
 from .simulated_model import Answer, begin, check_handoff
 from .simulated_settings import SimulatedSettings
@@ -136,6 +136,12 @@ class SimulatedEngine:
         self._check_alive()
         for name in engine_request_ids:
             self._leases.end(name, "leases_released")
+
+    async def block_changes(self) -> Sequence[BlockChange]:
+        async with self._unless_stopped():
+            while not (changes := block_changes(self.pool)):
+                await self._cache.changed.wait()
+            return changes
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -4,6 +4,7 @@ Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>
 terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
 """
 
+import time
 from dataclasses import dataclass
 
 from ..pipeline.clock import ServerClock
@@ -65,22 +66,30 @@ class PrefillConsumer:
         return self._work.free_slots()
 
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
-        request = delivery.message.request
-        async with self._work.holding(request):
+        job = delivery.message
+        request = job.request
+        async with self._work.holding(request, delivery.sequence, job.predicted_cached_tokens):
             try:
                 async with self._in_flight.guard(request, "prefill"):
-                    prefilled = await self._engine.prefill(leg_of(request))
-                await self._pass_on(request, prefilled)
+                    prefilled = await self._prefill(request)
+                await self._pass_on(job, prefilled)
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
 
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
 
-    async def _pass_on(self, request: InferenceRequest, prefilled: Prefilled) -> None:
+    async def _prefill(self, request: InferenceRequest) -> Prefilled:
+        started_s = time.monotonic()
+        prefilled = await self._engine.prefill(leg_of(request))
+        self._work.prefill_fit.add(request.prompt_length_tokens - prefilled.cached_tokens, started_s, time.monotonic())
+        return prefilled
+
+    async def _pass_on(self, job: PrefillJob, prefilled: Prefilled) -> None:
+        request = job.request
         await Answer(self._publisher, request).send(0, prefilled.first_tokens, prefilled.logprobs)
         if prefilled.kv is not None:
-            await self._hand_off(request, prefilled, prefilled.kv)
+            await self._hand_off(job, prefilled, prefilled.kv)
         elif prefilled.finish_reason is not None:
             await self._terminals.end(
                 request,
@@ -91,11 +100,13 @@ class PrefillConsumer:
                     logprobs=prefilled.logprobs,
                     stop_reason=prefilled.stop_reason,
                     cached_tokens=prefilled.cached_tokens,
+                    predicted_cached_tokens=job.predicted_cached_tokens,
                     prefill_worker=self._card.worker,
                 ),
             )
 
-    async def _hand_off(self, request: InferenceRequest, prefilled: Prefilled, kv: KvReference) -> None:
+    async def _hand_off(self, job: PrefillJob, prefilled: Prefilled, kv: KvReference) -> None:
+        request = job.request
         now_ns = self._clock.now_ns()
         hold_until_ns = now_ns + int(self._limits.hold_s * 1e9)
         if request.deadline_ns:
@@ -107,6 +118,7 @@ class PrefillConsumer:
             prefill_incarnation=self._card.incarnation,
             first_tokens=prefilled.first_tokens,
             first_logprobs=list(prefilled.logprobs),
+            predicted_cached_tokens=job.predicted_cached_tokens,
             hold_until_ns=hold_until_ns,
             prefilled_ns=now_ns,
         )

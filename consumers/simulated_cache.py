@@ -6,12 +6,16 @@ every change.
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas.blocks import block_count
-from .block_pool import BlockPool
+from .block_pool import BlockPool, PoolEvent, Removed, Stored
+from .engine import BlockChange
 from .simulated_model import TokenSequence
 
 
@@ -95,3 +99,22 @@ class SimulatedCache:
             return False
         owned.blocks, owned.hits = allocation.blocks, allocation.hits
         return True
+
+
+def block_changes(pool: BlockPool) -> list[BlockChange]:
+    """The pool's events since the last call, neighbours of one kind together."""
+    taken = pool.take_events()
+    if taken.lost:
+        return [BlockChange("cleared"), BlockChange("stored", list(pool.cached_hashes()))]
+    return [
+        BlockChange(kind, [block for _, block in group if block is not None])
+        for kind, group in groupby(map(_kind, taken.events), itemgetter(0))
+    ]
+
+
+def _kind(event: PoolEvent) -> tuple[Literal["stored", "removed", "cleared"], int | None]:
+    if isinstance(event, Stored):
+        return "stored", event.block_hash
+    if isinstance(event, Removed):
+        return "removed", event.block_hash
+    return "cleared", None

@@ -33,7 +33,7 @@ class SimulatedSettings(BaseModel):
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
     nixl_progress_delay_us: int = Field(default=100, ge=0, description="0 saves the last microseconds and burns a core for each engine")
-    record_block_events: bool = Field(default=False, description="keep what was cached and evicted until it is taken")
+    record_block_events: bool = Field(default=True, description="keep what was cached and evicted until it is taken")
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from ..schemas.errors import EngineDead
 from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard, WorkerLoad
 from .engine import Engine
+from .prefill_timing import PrefillTimingFit
 
 REPORT_EVERY_S = 0.1
 REPORT_AT_LEAST_EVERY_S = 1.0
@@ -21,7 +22,8 @@ REPORT_AT_LEAST_EVERY_S = 1.0
 class Workload:
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self.fetched = self.finished = self.prompt_tokens = 0
+        self.fetched = self.finished = self.prompt_tokens = self.new_tokens = self.fetched_sequence = 0
+        self.prefill_fit = PrefillTimingFit()
         self.engine_dead = asyncio.Event()
 
     @property
@@ -32,10 +34,16 @@ class Workload:
         return 0 if self.engine_dead.is_set() else self._slots - self.in_hand
 
     @asynccontextmanager
-    async def holding(self, request: InferenceRequest) -> AsyncGenerator[None]:
-        """Counts the request while its body runs, and notes when what ends the body is the engine's death."""
+    async def holding(self, request: InferenceRequest, sequence: int = 0, cached_tokens: int = 0) -> AsyncGenerator[None]:
+        """Counts the request while its body runs, and notes when what ends the body is the engine's death.
+
+        `sequence`: its place in this worker's own queue. `cached_tokens`: what its router expects in the cache.
+        """
+        new_tokens = max(0, request.prompt_length_tokens - cached_tokens)
         self.fetched += 1
+        self.fetched_sequence = max(self.fetched_sequence, sequence)
         self.prompt_tokens += request.prompt_length_tokens
+        self.new_tokens += new_tokens
         try:
             yield
         except EngineDead:
@@ -44,6 +52,7 @@ class Workload:
         finally:
             self.finished += 1
             self.prompt_tokens -= request.prompt_length_tokens
+            self.new_tokens -= new_tokens
 
 
 class LoadReporter:
@@ -65,6 +74,9 @@ class LoadReporter:
             finished_requests=self._work.finished,
             running_requests=self._work.in_hand,
             running_prompt_tokens=self._work.prompt_tokens,
+            running_new_tokens=self._work.new_tokens,
+            fetched_sequence=self._work.fetched_sequence,
+            prefill_timing=self._work.prefill_fit.timing(),
             used_blocks=self._engine.stats().used_blocks,
             held_blocks=held_blocks,
             held_handoffs=held_handoffs,

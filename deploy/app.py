@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..consumers.aggregated import AggregatedConsumer
 from ..consumers.decode import DecodeConsumer
 from ..consumers.engine import Engine, EngineInfo
+from ..consumers.kv_event_publisher import KvEventPublisher
 from ..consumers.leases import HeldHandoffs
 from ..consumers.peers import Peers
 from ..consumers.prefill import PrefillConsumer, PrefillLimits
@@ -176,6 +177,7 @@ class Worker:
         self._work = Workload(info.capacity_slots)
         self._held = HeldHandoffs(engine, pipe.clock, pipe.in_flight, pipe.endings, settings.lease_s)
         self._load = LoadReporter(pipe.publisher, self._card, self._work, engine, lambda: (self._held.blocks, len(self._held)))
+        self._events = KvEventPublisher(engine, self._card, pipe.bus, pipe.publisher)
         self._consumer = self._make_consumer()
         self._held.on_change = self._consumer.room_changed
 
@@ -183,6 +185,7 @@ class Worker:
         card, pipe = self._card, self._pipe
         await ensure_consumer(pipe.bus, self._consumer.spec)
         await self._held.listen(pipe.bus, card.lane)
+        await self._events.listen()
         await ModelCatalogue(pipe.bus, pipe.publisher).put(self._info.model)
         await self._peers.meet()
         await self._keeper.announce(self._peers.card)
@@ -190,6 +193,7 @@ class Worker:
             *pipe.loops(),
             self._keeper.run(),
             self._load.run(),
+            self._events.run(),
             self._peers.run(),
             self._held.run(),
             self._consumer.run(),

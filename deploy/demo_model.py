@@ -93,6 +93,8 @@ def _move_into_place(building: Path, target: Path) -> None:
 
 def _write_manifest(folder: Path) -> None:
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
+    for name in files:
+        (folder / name).chmod(0o644)  # safetensors writes for its owner alone
     (folder / MANIFEST).write_text(json.dumps({"sha256": files}, indent=1))
 
 

@@ -11,7 +11,8 @@ from ..schemas.requests import InferenceRequest
 from .publish import Publisher
 from .terminals import Terminals
 
-MAX_ATTEMPTS = 3
+MAX_FAILURES = 3
+"""After so many attempts that ended in a fault, the request itself is taken for the cause."""
 
 
 class Endings:
@@ -58,17 +59,19 @@ class Endings:
             ),
         )
 
-    async def again(self, request: InferenceRequest, error: JetwakeError) -> None:
+    async def again(self, request: InferenceRequest, error: JetwakeError, *, is_fault: bool = True) -> None:
         """Another attempt, routed and prefilled afresh; after the last one a failed reply and a dead letter.
 
         The higher attempt fences this one. A request that has ended (only its acknowledgement was lost) is left alone.
+        `is_fault` False: it is only moved, and may be as often as it helps.
         """
         if await self._terminals.has_ended(request):
             return
-        if request.attempt >= MAX_ATTEMPTS:
+        failures = request.failures + is_fault
+        if failures >= MAX_FAILURES:
             await self._give_up(request, error)
             return
-        following = request.model_copy(update={"attempt": request.attempt + 1})
+        following = request.model_copy(update={"attempt": request.attempt + 1, "failures": failures})
         await self._publisher.store(
             subjects.requests(request.model, request.priority_class),
             following,

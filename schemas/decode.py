@@ -44,5 +44,6 @@ class KvHandoff(Message):
     prefill_incarnation: SafeToken
     first_tokens: TokenBytes
     first_logprobs: list[PositionLogprobs] = []
+    predicted_cached_tokens: int = Field(default=0, ge=0)
     hold_until_ns: int
     prefilled_ns: int = 0

@@ -16,6 +16,7 @@ from .kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from .prefill import PrefillJob, ReleaseKv
 from .replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed, Finished, TokenChunk
 from .requests import InferenceRequest
+from .routing import Explain, Explanation, Routed
 from .workers import ModelCard, WorkerCard, WorkerLoad
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -38,6 +39,9 @@ MESSAGES: tuple[type[Message], ...] = (
     KvEvents,
     KvSnapshotWanted,
     KvSnapshotChunk,
+    Routed,
+    Explain,
+    Explanation,
 )
 """Everything that travels by itself; the parts of these are in the definitions of each document."""
 

@@ -11,7 +11,9 @@ from pydantic import Field
 from .codec import Message
 from .requests import SafeToken
 
-HashBytes = Annotated[bytes, Field(description="block hashes, little-endian unsigned 64-bit, in prompt order where they were stored together")]
+HashBytes = Annotated[
+    bytes, Field(description="block hashes, little-endian unsigned 64-bit, in prompt order where they were stored together")
+]
 
 
 class KvChange(Message):

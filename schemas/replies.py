@@ -41,6 +41,7 @@ class Terminal(Message):
     logprobs: list[PositionLogprobs] = []
     prompt_length_tokens: int = 0
     cached_tokens: int = Field(default=0, description="prompt tokens found in the cache of the worker that prefilled")
+    predicted_cached_tokens: int = Field(default=0, description="what the router expected of `cached_tokens`")
     prefill_worker: str = ""
     decode_worker: str = ""
     kv_bytes: int = Field(default=0, description="bytes of KV cache moved through NIXL for this request")

@@ -61,6 +61,7 @@ class InferenceRequest(Message):
     lora: str = ""
     cache_salt: str = ""
     attempt: int = Field(default=1, ge=1)
+    failures: int = Field(default=0, ge=0, description="attempts that ended in a fault; being moved to another worker is none")
     submitted_ns: int = 0
     deadline_ns: int = 0
 

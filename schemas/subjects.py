@@ -80,6 +80,14 @@ def snapshot(lane: str) -> str:
     return f"jw.snapshot.{lane}"
 
 
+def routed(router: str) -> str:
+    return f"jw.routed.{router}"
+
+
+ROUTED = "jw.routed.*"
+EXPLAIN = "jw.explain"
+
+
 def release(lane: str) -> str:
     return f"jw.release.{lane}"
 

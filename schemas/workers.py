@@ -76,8 +76,22 @@ class WorkerCard(Message):
         return f"{self.worker}-{self.incarnation}"
 
 
+class PrefillTiming(Message):
+    """How long this worker's prefills take: `base_s + per_token_s * new tokens`, fitted to those it did."""
+
+    base_s: float = Field(ge=0.0)
+    per_token_s: float = Field(ge=0.0)
+
+    def seconds(self, new_tokens: float) -> float:
+        return self.base_s + self.per_token_s * new_tokens
+
+
 class WorkerLoad(Message):
-    """On `jw.load.<worker>`. Counters run from the start of the incarnation."""
+    """On `jw.load.<worker>`. Counters run from the start of the incarnation.
+
+    `fetched_sequence`: everything in the worker's queue up to this stream sequence was fetched. `running_new_tokens`: of the jobs
+    in hand, the prompt tokens their routers did not expect in the cache.
+    """
 
     type: Literal["load"] = "load"
     worker: SafeToken
@@ -86,6 +100,9 @@ class WorkerLoad(Message):
     finished_requests: int = 0
     running_requests: int = 0
     running_prompt_tokens: int = Field(default=0, description="prompt tokens of the jobs in hand")
+    running_new_tokens: int = 0
+    fetched_sequence: int = 0
+    prefill_timing: PrefillTiming | None = None
     used_blocks: int = 0
     held_blocks: int = Field(default=0, description="blocks kept for decode workers that have not pulled yet")
     held_handoffs: int = 0

@@ -44,7 +44,7 @@ class VllmSettings(BaseModel):
     kv_buffer_device: Literal["cpu", "cuda"] | None = Field(
         default=None, description="where NIXL reads and writes; None: the device itself"
     )
-    omp_threads: int = Field(default=1, ge=1, description="CPU only: threads of one engine; two engines on one machine share its cores")
+    omp_threads: int = Field(default=2, ge=1, description="CPU only: threads of one engine; with passive waiting engines may share cores")
     omp_binding: str = Field(default="nobind", description="CPU only: VLLM_CPU_OMP_THREADS_BIND; nobind lets several engines share cores")
     omp_wait_policy: Literal["passive", "active"] = Field(default="passive", description="CPU only: passive threads sleep between loops")
     step_spin_s: float | None = Field(default=0.001, ge=0, description="processes of an engine spin this long for a message; None: 1 s")

@@ -19,7 +19,15 @@ from .conformance import Pair
 
 
 def settings_for(model: Path, **changes: object) -> VllmSettings:
-    usual = {"model": str(model), "served_name": "tiny", "max_model_len": 8192, "max_num_seqs": 32, "pull_timeout_s": 8.0, "kv_lease_s": 10}
+    usual = {
+        "model": str(model),
+        "served_name": "tiny",
+        "max_model_len": 8192,
+        "max_num_seqs": 32,
+        "pull_timeout_s": 8.0,
+        "kv_lease_s": 10,
+        "omp_threads": 1,
+    }
     return VllmSettings.model_validate(usual | changes)
 
 

@@ -16,7 +16,8 @@ from jetwake.schemas.replies import (
     TokenChunk,
 )
 from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutput
-from jetwake.schemas.workers import KvCompatibility, ModelCard, WorkerCard, WorkerLoad
+from jetwake.schemas.routing import ConsideredLane, Explain, Explanation, Routed
+from jetwake.schemas.workers import KvCompatibility, ModelCard, PrefillTiming, WorkerCard, WorkerLoad
 
 TOKENS = bytes.fromhex("0100000002000000ff7f0000")
 HASHES = bytes.fromhex("0123456789abcdeffedcba9876543210")
@@ -54,6 +55,7 @@ REQUEST = InferenceRequest(
     lora="adapter",
     cache_salt="tenant",
     attempt=2,
+    failures=1,
     submitted_ns=1_700_000_000_000_000_001,
     deadline_ns=1_700_000_060_000_000_001,
 )
@@ -79,6 +81,7 @@ ENDING = {
     "logprobs": LOGPROBS,
     "prompt_length_tokens": 3,
     "cached_tokens": 2,
+    "predicted_cached_tokens": 1,
     "prefill_worker": "p-1",
     "decode_worker": "d-1",
     "kv_bytes": 1536,
@@ -109,6 +112,7 @@ EXAMPLES: tuple[Message, ...] = (
         prefill_incarnation="i-1",
         first_tokens=TOKENS[:4],
         first_logprobs=LOGPROBS,
+        predicted_cached_tokens=2,
         hold_until_ns=1_700_000_030_000_000_001,
         prefilled_ns=1_700_000_000_700_000_001,
     ),
@@ -165,6 +169,9 @@ EXAMPLES: tuple[Message, ...] = (
         finished_requests=8,
         running_requests=2,
         running_prompt_tokens=700,
+        running_new_tokens=500,
+        fetched_sequence=77,
+        prefill_timing=PrefillTiming(base_s=0.25, per_token_s=0.5),
         used_blocks=60,
         held_blocks=40,
         held_handoffs=2,
@@ -178,6 +185,17 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     KvSnapshotWanted(router="r-1"),
     KvSnapshotChunk(worker="p-1", incarnation="i-1", number=9, index=1, chunks=2, hashes=HASHES),
+    Routed(router="r-1", request_id="req-1", lane="p-1-i-1", sequence=78, work_s=0.5, hashes=HASHES),
+    Explain(request=REQUEST, request_id="req-0"),
+    Explanation(
+        router="r-1",
+        request_id="req-1",
+        policy="kv_aware",
+        lane="p-1-i-1",
+        reason="soonest",
+        predicted_cached_tokens=32,
+        considered=[ConsideredLane(lane="p-1-i-1", role="prefill", score=0.5, words="nothing before it")],
+    ),
 )
 
 BY_TAG = {type_tag(type(example)): example for example in EXAMPLES}
