@@ -32,7 +32,10 @@ from ..pipeline.registry import CardKeeper, ModelCatalogue, Registry
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.terminals import Terminals
 from ..pipeline.topology import delete_consumer, ensure_consumer, ensure_topology
-from ..producers.policies import make_policy
+from ..producers.explainer import Explainer
+from ..producers.index_feed import IndexFeed
+from ..producers.policies import DEFAULT_POLICY, make_policy
+from ..producers.prefix_index import PrefixIndex
 from ..producers.router import Router
 from ..producers.takeover import Takeover
 from ..schemas.decode import KvHandoff
@@ -69,8 +72,9 @@ class RouterSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="router-1", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    policy: str = "least_loaded"
+    policy: str = DEFAULT_POLICY
     seed: int = 0
+    max_index_blocks: int = Field(default=2_000_000, ge=1, description="distinct KV blocks remembered over all workers")
     slots: int = Field(default=64, ge=1)
     grace_s: float = Field(default=10.0, gt=0.0)
 
@@ -115,8 +119,12 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
 async def run_router(settings: RouterSettings, broker: BrokerSettings, topology: TopologySettings, stopping: asyncio.Event) -> None:
     """Routes until `stopping` is set; then finishes what it holds."""
     async with open_pipe(broker, topology, settings.name) as pipe:
+        index = PrefixIndex(settings.max_index_blocks)
+        feed = IndexFeed(pipe.bus, pipe.registry, index, settings.name)
+        await feed.listen()
         router = Router(
             settings.name,
+            settings.policy,
             make_policy(settings.policy, settings.seed),
             publisher=pipe.publisher,
             endings=pipe.endings,
@@ -124,9 +132,12 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
             in_flight=pipe.in_flight,
             registry=pipe.registry,
             catalogue=ModelCatalogue(pipe.bus, pipe.publisher),
+            index=index,
             slots=settings.slots,
         )
         await router.listen(pipe.bus)
+        explainer = Explainer(pipe.bus, router, settings.name, settings.policy)
+        await explainer.listen()
         consumers = [
             Consumer(
                 pipe.bus,
@@ -148,7 +159,8 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                     tasks.create_task(consumer.stop(settings.grace_s))
 
         takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name)
-        await run_until(stopping, [*pipe.loops(), takeover.run(), *(consumer.run() for consumer in consumers)], drain)
+        loops = [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), *(consumer.run() for consumer in consumers)]
+        await run_until(stopping, loops, drain)
 
 
 async def run_worker(

@@ -47,7 +47,7 @@ EngineOptions = Annotated[
     list[str] | None,
     typer.Option("--engine-option", help="KEY=VALUE, any option of the engine: `--engine-option max_num_seqs=16`. Repeatable."),
 ]
-Policy = Annotated[str, typer.Option("--policy", help="round_robin, random or least_loaded.")]
+Policy = Annotated[str, typer.Option("--policy", help="kv_aware, least_loaded, power_of_two, random or round_robin.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
@@ -114,7 +114,7 @@ def start_logging() -> None:
 @app.command()
 def router(
     name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
-    policy: Policy = "least_loaded",
+    policy: Policy = "kv_aware",
     nats_url: NatsUrl = None,
     credentials: Credentials = None,
     tls_ca: TlsCa = None,
@@ -175,7 +175,7 @@ def up(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     aggregated: Annotated[int, typer.Option(min=0, help="Aggregated workers.")] = 0,
-    policy: Policy = "least_loaded",
+    policy: Policy = "kv_aware",
     engine_option: EngineOptions = None,
     store: Annotated[Path | None, typer.Option(help="Folder of broker data and logs, kept. Else: a temporary one.")] = None,
     nats_url: NatsUrl = None,
@@ -214,7 +214,7 @@ def demo(
         from .startup_view import StartupView
 
         stopping = stop_on_signals()
-        system = local_system(engine, model, "", [], "least_loaded", (1, 1, 0), None, None, say)
+        system = local_system(engine, model, "", [], "kv_aware", (1, 1, 0), None, None, say)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with StartupView(say_ready=False) as view:
             async with asyncio.TaskGroup() as tasks:
@@ -323,7 +323,7 @@ def bench_router(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 8192,
     block_size_tokens: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = 16,
     decisions: Annotated[int, typer.Option(min=2, help="Prompts to decide.")] = 5000,
-    policy: Policy = "least_loaded",
+    policy: Policy = "kv_aware",
     as_json: AsJson = False,
 ) -> None:
     """What a routing decision costs, from token bytes to a chosen worker, and what the prefix index takes."""

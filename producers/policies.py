@@ -3,6 +3,7 @@
 The same objects run in the live router and in replays. Randomness and counters belong to the policy object and are seeded.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,17 @@ from .fleet import Candidate
 
 @dataclass(frozen=True)
 class Query:
-    """What a policy may know of a request."""
+    """What a policy may know of a request. `matched_blocks`: by lane, how many leading blocks of the prompt are cached there."""
 
     request_id: str
     prompt_length_tokens: int
+    block_size_tokens: int = 16
+    matched_blocks: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def cached_tokens(self, lane: str) -> int:
+        """What that worker's engine will find in its cache: it always computes the last token itself."""
+        blocks = min(self.matched_blocks.get(lane, 0), (self.prompt_length_tokens - 1) // self.block_size_tokens)
+        return blocks * self.block_size_tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,83 @@ class LeastLoaded:
         )
 
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = {"round_robin": RoundRobin, "random": Random, "least_loaded": LeastLoaded}
+class PowerOfTwo:
+    """The less loaded of two candidates drawn at random: nearly as even as the least loaded, and never a herd."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+        drawn = self._random.sample(list(candidates), min(2, len(candidates)))
+        chosen = min(drawn, key=lambda candidate: (candidate.load, candidate.running_prompt_tokens))
+        scores = {candidate.lane: float(candidate.load) for candidate in drawn}
+        return Decision(chosen.lane, f"power of two: {chosen.load} in work, of {len(drawn)} drawn", scores)
+
+
+@dataclass(frozen=True)
+class KvAwareKnobs:
+    """`overlap_weight`: what a cached token is worth (0: ignore caches, 1: what it saves). `load_weight`: what a second of queued
+    work counts (0: ignore load, above 1: spread more). `temperature_s`: 0 takes the best; above, others within about so many
+    seconds of it are taken too, which spreads a hot prefix over more caches.
+    """
+
+    overlap_weight: float = 1.0
+    load_weight: float = 1.0
+    temperature_s: float = 0.0
+
+
+class KvAware:
+    """The lowest expected time to the first token: the work queued there, then the prefill of what is not cached there.
+
+    Ties go to the less loaded worker, then in turn, so that workers that are all idle and all cold share.
+    """
+
+    def __init__(self, seed: int = 0, knobs: KvAwareKnobs | None = None) -> None:
+        self._knobs = knobs or KvAwareKnobs()
+        self._random = random.Random(seed)
+        self._turn = seed
+
+    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+        scores = {candidate.lane: self._expected_s(candidate, query) for candidate in candidates}
+        chosen = self._pick(candidates, scores)
+        reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query)}"
+        return Decision(chosen.lane, reason, scores)
+
+    def _expected_s(self, candidate: Candidate, query: Query) -> float:
+        new_tokens = query.prompt_length_tokens - self._knobs.overlap_weight * query.cached_tokens(candidate.lane)
+        return self._knobs.load_weight * candidate.work_s + candidate.timing.seconds(new_tokens)
+
+    def _pick(self, candidates: Sequence[Candidate], scores: Mapping[str, float]) -> Candidate:
+        best = min(scores.values())
+        if self._knobs.temperature_s > 0.0:
+            weights = [math.exp((best - scores[candidate.lane]) / self._knobs.temperature_s) for candidate in candidates]
+            return self._random.choices(candidates, weights)[0]
+        close = [candidate for candidate in candidates if scores[candidate.lane] <= best * (1 + TIE)]
+        least = min(candidate.load for candidate in close)
+        equals = [candidate for candidate in close if candidate.load == least]
+        self._turn += 1
+        return equals[self._turn % len(equals)]
+
+
+def describe(candidate: Candidate, query: Query) -> str:
+    """What is known of a candidate for this request, in words."""
+    return (
+        f"{candidate.queued_requests} queued, {candidate.running_requests} running, {candidate.work_s * 1e3:.0f} ms of work before it, "
+        f"{query.cached_tokens(candidate.lane)} of {query.prompt_length_tokens} tokens cached"
+    )
+
+
+TIE = 0.02
+"""Expected times closer than this are equal: the timing model is no better."""
+
+POLICIES: Mapping[str, Callable[[int], Policy]] = {
+    "kv_aware": KvAware,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "random": Random,
+    "round_robin": RoundRobin,
+}
+DEFAULT_POLICY = "kv_aware"
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:

@@ -1,11 +1,14 @@
 """Policies and the view of the fleet they decide on."""
 
+from dataclasses import replace
+
 import pytest
 
 from jetwake.producers.fleet import Candidate, candidates
-from jetwake.producers.policies import POLICIES, Query, make_policy
+from jetwake.producers.lane_ledger import LaneLedger
+from jetwake.producers.policies import POLICIES, KvAware, KvAwareKnobs, Query, make_policy
 from jetwake.schemas.errors import SetupError
-from jetwake.schemas.workers import KvCompatibility, WorkerCard, WorkerLoad
+from jetwake.schemas.workers import KvCompatibility, PrefillTiming, WorkerCard, WorkerLoad
 
 SAME = KvCompatibility(
     engine="e",
@@ -73,8 +76,8 @@ def test_a_prefill_worker_is_a_candidate_only_when_a_decode_worker_has_greeted_i
     prefill, stranger = card("p", "prefill"), card("q", "prefill")
     decode = card("d", "decode", peers=[prefill.lane])
     cards = {each.worker: each for each in (prefill, stranger, decode)}
-    assert [found.lane for found in candidates("m", cards, {}, {})] == [prefill.lane]
-    assert candidates("m", {"p": prefill}, {}, {}) == ()
+    assert [found.lane for found in candidates("m", cards, {}, LaneLedger())] == [prefill.lane]
+    assert candidates("m", {"p": prefill}, {}, LaneLedger()) == ()
 
 
 def test_draining_workers_and_other_models_are_no_candidates() -> None:
@@ -83,11 +86,70 @@ def test_draining_workers_and_other_models_are_no_candidates() -> None:
         "b": card("b", "aggregated", state="draining"),
         "c": card("c", "aggregated", model="other"),
     }
-    assert [found.worker for found in candidates("m", cards, {}, {})] == ["a"]
+    assert [found.worker for found in candidates("m", cards, {}, LaneLedger())] == ["a"]
 
 
 def test_queued_is_what_was_routed_and_not_yet_fetched() -> None:
-    cards = {"a": card("a", "aggregated")}
-    load = WorkerLoad(worker="a", incarnation="1", fetched_requests=3, running_requests=2)
-    [found] = candidates("m", cards, {"a-1": load}, {"a-1": 5})
+    cards, ledger = {"a": card("a", "aggregated")}, LaneLedger()
+    for sequence in (11, 12, 13):
+        ledger.stored(ledger.book(f"r{sequence}", "a-1", 0.5), sequence)
+    ledger.fetched("a-1", 11)
+    load = WorkerLoad(worker="a", incarnation="1", fetched_requests=3, running_requests=2, running_new_tokens=1000)
+    [found] = candidates("m", cards, {"a-1": load}, ledger)
     assert (found.queued_requests, found.running_requests, found.load) == (2, 2, 4)
+    assert found.work_s == pytest.approx(2 * 0.5 + found.timing.per_token_s * 500)
+
+
+def test_a_worker_that_has_told_no_timing_is_taken_for_as_quick_as_the_quickest_that_has() -> None:
+    cards = {name: card(name, "aggregated") for name in ("a", "b", "c")}
+    slow, quick = PrefillTiming(base_s=0.1, per_token_s=0.01), PrefillTiming(base_s=0.1, per_token_s=0.001)
+    loads = {
+        "a-1": WorkerLoad(worker="a", incarnation="1", prefill_timing=slow),
+        "b-1": WorkerLoad(worker="b", incarnation="1", prefill_timing=quick),
+    }
+    assert [found.timing for found in candidates("m", cards, loads, LaneLedger())] == [slow, quick, quick]
+
+
+# -- kv_aware -------------------------------------------------------------------------------------------------------------
+
+
+def aware(**knobs: float) -> KvAware:
+    return KvAware(knobs=KvAwareKnobs(**knobs))
+
+
+def matched(**blocks: int) -> Query:
+    return Query("r", 1600, 16, blocks)
+
+
+def test_kv_aware_goes_where_the_prefix_is() -> None:
+    assert aware().choose([candidate("a"), candidate("b")], matched(b=90)).lane == "b"
+
+
+def test_kv_aware_leaves_a_cache_whose_worker_is_busier_than_the_saving_is_worth() -> None:
+    fleet = [candidate("a"), replace(candidate("b"), queued_requests=9, queued_work_s=5.0)]
+    decision = aware().choose(fleet, matched(b=90))
+    assert decision.lane == "a"
+    assert decision.scores["b"] > decision.scores["a"]
+    assert "0 of 1600 tokens cached" in decision.reason
+
+
+def test_kv_aware_spreads_over_workers_that_are_all_idle_and_cold() -> None:
+    policy = aware()
+    assert {policy.choose([candidate("a"), candidate("b")], matched()).lane for _ in range(2)} == {"a", "b"}
+
+
+def test_the_weight_of_overlap_turns_caches_off_and_that_of_load_turns_queues_off() -> None:
+    busy = [candidate("a"), replace(candidate("b"), queued_work_s=0.05)]
+    assert aware(overlap_weight=0.0).choose(busy, matched(b=90)).lane == "a"
+    assert aware(load_weight=0.0).choose([candidate("a"), replace(candidate("b"), queued_work_s=50.0)], matched(b=90)).lane == "b"
+
+
+def test_a_temperature_lets_close_seconds_be_taken_too_and_never_the_far() -> None:
+    policy = aware(temperature_s=0.01)
+    fleet = [candidate("a"), candidate("b"), replace(candidate("c"), queued_work_s=60.0)]
+    assert {policy.choose(fleet, matched(a=10, b=9)).lane for _ in range(200)} == {"a", "b"}
+
+
+def test_the_last_token_is_never_counted_as_cached() -> None:
+    assert Query("r", 32, 16, {"a": 2}).cached_tokens("a") == 16
+    assert Query("r", 33, 16, {"a": 2}).cached_tokens("a") == 32
