@@ -17,7 +17,7 @@ from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .engine import Engine
 from .legs import leg_of
-from .workload import Workload
+from .workload import Prefilling, Workload
 
 
 class AggregatedConsumer:
@@ -46,10 +46,10 @@ class AggregatedConsumer:
         job = delivery.message
         request = job.request
         answer = Answer(self._publisher, request)
-        async with self._work.holding(request, delivery.sequence, job.predicted_cached_tokens):
+        async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
                 async with self._in_flight.guard(request, "generation"):
-                    await self._generate(request, answer)
+                    await self._generate(request, answer, prefilling)
                 await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens))
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
@@ -57,7 +57,9 @@ class AggregatedConsumer:
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
 
-    async def _generate(self, request: InferenceRequest, answer: Answer) -> None:
+    async def _generate(self, request: InferenceRequest, answer: Answer, prefilling: Prefilling) -> None:
         async with aclosing(self._engine.generate(leg_of(request))) as outputs:
             async for output in outputs:
+                if answer.last is None:
+                    prefilling.measured(request.prompt_length_tokens - output.cached_tokens)
                 await answer.add(output)

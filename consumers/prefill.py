@@ -4,7 +4,6 @@ Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>
 terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
 """
 
-import time
 from dataclasses import dataclass
 
 from ..pipeline.clock import ServerClock
@@ -17,7 +16,6 @@ from ..schemas import subjects
 from ..schemas.decode import KvHandoff, KvReference
 from ..schemas.errors import JetwakeError, RequestEnded
 from ..schemas.prefill import PrefillJob
-from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard
 from .answer import Answer, finished
 from .engine import Engine, Prefilled
@@ -68,22 +66,17 @@ class PrefillConsumer:
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
         request = job.request
-        async with self._work.holding(request, delivery.sequence, job.predicted_cached_tokens):
+        async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
                 async with self._in_flight.guard(request, "prefill"):
-                    prefilled = await self._prefill(request)
+                    prefilled = await self._engine.prefill(leg_of(request))
+                prefilling.measured(request.prompt_length_tokens - prefilled.cached_tokens)
                 await self._pass_on(job, prefilled)
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
 
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
-
-    async def _prefill(self, request: InferenceRequest) -> Prefilled:
-        started_s = time.monotonic()
-        prefilled = await self._engine.prefill(leg_of(request))
-        self._work.prefill_fit.add(request.prompt_length_tokens - prefilled.cached_tokens, started_s, time.monotonic())
-        return prefilled
 
     async def _pass_on(self, job: PrefillJob, prefilled: Prefilled) -> None:
         request = job.request

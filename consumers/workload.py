@@ -4,6 +4,7 @@ Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worke
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,25 @@ from .prefill_timing import PrefillTimingFit
 
 REPORT_EVERY_S = 0.1
 REPORT_AT_LEAST_EVERY_S = 1.0
+
+
+class Prefilling:
+    """The prompt tokens of one request that are still to be computed here. `done` when its first token is there."""
+
+    def __init__(self, work: "Workload", new_tokens: int) -> None:
+        self._work = work
+        self._new_tokens = new_tokens
+        self._started_s = time.monotonic()
+        work.new_tokens += new_tokens
+
+    def measured(self, computed_tokens: int) -> None:
+        """The prefill ended and computed so many tokens: one more job to learn its timing from."""
+        self._work.prefill_fit.add(computed_tokens, self._started_s, time.monotonic())
+        self.done()
+
+    def done(self) -> None:
+        self._work.new_tokens -= self._new_tokens
+        self._new_tokens = 0
 
 
 class Workload:
@@ -34,25 +54,24 @@ class Workload:
         return 0 if self.engine_dead.is_set() else self._slots - self.in_hand
 
     @asynccontextmanager
-    async def holding(self, request: InferenceRequest, sequence: int = 0, cached_tokens: int = 0) -> AsyncGenerator[None]:
+    async def holding(self, request: InferenceRequest, sequence: int = 0, new_tokens: int = 0) -> AsyncGenerator[Prefilling]:
         """Counts the request while its body runs, and notes when what ends the body is the engine's death.
 
-        `sequence`: its place in this worker's own queue. `cached_tokens`: what its router expects in the cache.
+        `sequence`: its place in this worker's own queue. `new_tokens`: prompt tokens expected to be computed here.
         """
-        new_tokens = max(0, request.prompt_length_tokens - cached_tokens)
+        prefilling = Prefilling(self, new_tokens)
         self.fetched += 1
         self.fetched_sequence = max(self.fetched_sequence, sequence)
         self.prompt_tokens += request.prompt_length_tokens
-        self.new_tokens += new_tokens
         try:
-            yield
+            yield prefilling
         except EngineDead:
             self.engine_dead.set()
             raise
         finally:
             self.finished += 1
             self.prompt_tokens -= request.prompt_length_tokens
-            self.new_tokens -= new_tokens
+            prefilling.done()
 
 
 class LoadReporter:

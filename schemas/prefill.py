@@ -18,6 +18,11 @@ class PrefillJob(Message):
     predicted_cached_tokens: int = Field(default=0, ge=0, description="prompt tokens the router expects in this worker's cache")
     routed_ns: int = 0
 
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens the router expects to be computed."""
+        return max(0, self.request.prompt_length_tokens - self.predicted_cached_tokens)
+
 
 class ReleaseKv(Message):
     """On `jw.release.<worker>-<incarnation>`: nobody will pull the blocks held for this engine request."""

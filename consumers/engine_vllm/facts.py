@@ -81,6 +81,6 @@ def weights_digest(folder: Path) -> str:
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
             for sample in range(SAMPLES):
-                file.seek(size * sample // SAMPLES)
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:12]

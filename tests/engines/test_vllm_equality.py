@@ -77,7 +77,7 @@ async def test_json_is_valid(pair: Pair) -> None:  # noqa: F811
     """A random model would put blanks between the parts for ever, so they are made unlikely."""
     vocabulary = Tokenizer.from_file(f"{pair.decode_info.model.source}/tokenizer.json").get_vocab()
     blanks = {str(token): -100.0 for text, token in vocabulary.items() if set(text) & set(" \n\tĠĊĉč")}
-    answer = await apart(pair, pair.prompt(50, salt=6), VARIANTS["json"].model_copy(update={"logit_bias": blanks}))
+    answer = await apart(pair, pair.prompt(50, salt=6), VARIANTS["json"].model_copy(update={"logit_bias": blanks, "ignore_eos": False}))
     assert answer.finish_reason == "stop"
     document = json.loads(text_of([token for token in answer.tokens if token != EOS], pair.decode_info.model.source))
     assert set(document) == {"a", "b"}
