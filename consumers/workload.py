@@ -1,4 +1,4 @@
-"""What a worker has in hand, counted in one place for all roles, and told to the routers several times a second.
+"""What a worker has in hand, counted in one place for all roles, and told to the routers as it changes.
 
 Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worker takes nothing more and its process ends.
 """
@@ -6,7 +6,7 @@ Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worke
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from ..pipeline.publish import Publisher
 from ..schemas import subjects
@@ -16,7 +16,8 @@ from ..schemas.workers import WorkerCard, WorkerLoad
 from .engine import Engine
 from .prefill_timing import PrefillTimingFit
 
-REPORT_EVERY_S = 0.1
+REPORT_AT_MOST_EVERY_S = 0.01
+"""Routers count a job as queued until the worker says that it has taken it: later, and an idle worker looks busy to them."""
 REPORT_AT_LEAST_EVERY_S = 1.0
 
 
@@ -37,6 +38,7 @@ class Prefilling:
     def done(self) -> None:
         self._work.new_tokens -= self._new_tokens
         self._new_tokens = 0
+        self._work.changed.set()
 
 
 class Workload:
@@ -45,6 +47,7 @@ class Workload:
         self.fetched = self.finished = self.prompt_tokens = self.new_tokens = self.fetched_sequence = 0
         self.prefill_fit = PrefillTimingFit()
         self.engine_dead = asyncio.Event()
+        self.changed = asyncio.Event()
 
     @property
     def in_hand(self) -> int:
@@ -62,6 +65,7 @@ class Workload:
         prefilling = Prefilling(self, new_tokens)
         self.fetched += 1
         self.fetched_sequence = max(self.fetched_sequence, sequence)
+        self.changed.set()
         self.prompt_tokens += request.prompt_length_tokens
         try:
             yield prefilling
@@ -72,6 +76,7 @@ class Workload:
             self.finished += 1
             self.prompt_tokens -= request.prompt_length_tokens
             prefilling.done()
+            self.changed.set()
 
 
 class LoadReporter:
@@ -103,12 +108,11 @@ class LoadReporter:
         )
 
     async def run(self) -> None:
-        """Tells the load when it changed, at most ten times a second, and once a second anyway, until cancelled."""
-        last, silent_s = None, 0.0
+        """Tells the load as soon as it changed, and once a second anyway, until cancelled."""
         while True:
-            load = self.load()
-            if load != last or silent_s >= REPORT_AT_LEAST_EVERY_S:
-                await self._publisher.send(subjects.load(self._card.worker), load)
-                last, silent_s = load, 0.0
-            await asyncio.sleep(REPORT_EVERY_S)
-            silent_s += REPORT_EVERY_S
+            self._work.changed.clear()
+            await self._publisher.send(subjects.load(self._card.worker), self.load())
+            await asyncio.sleep(REPORT_AT_MOST_EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_AT_LEAST_EVERY_S):
+                    await self._work.changed.wait()

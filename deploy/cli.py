@@ -337,6 +337,30 @@ def bench_router(
     run(body)
 
 
+@bench_app.command("routing")
+def bench_routing(
+    policies: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "round_robin,least_loaded,kv_aware",
+    engine: Annotated[str, typer.Option("--engine", help="simulated, or vllm (slow on CPUs: minutes for each policy).")] = "simulated",
+    model: Annotated[str, typer.Option("--model", help="For vllm: demo, tiny, a folder, or a Hugging Face name.")] = "demo",
+    rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second. Else 12 simulated, 0.25 with vLLM.")] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Else 600 simulated, 40 with vLLM.")] = None,
+    speed: Annotated[float, typer.Option(min=0.01, help="Of simulated engines: 2 takes half the time of the timing model.")] = 0.5,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers. 0: 4 simulated, 2 with vLLM.")] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers. 0: 2 simulated, 1 with vLLM.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="A list with one JSON object for each policy.")] = False,
+) -> None:
+    """What a policy is worth: each serves the same agents, whose prompts share long prefixes, live on a system of its own."""
+
+    async def body() -> None:
+        from .bench_routing import Plan, measure_routing, print_routing
+
+        plan = Plan(engine, model if engine == "vllm" else "routing", speed, prefill, decode, rate, requests, seed)
+        print_routing(await measure_routing([name.strip() for name in policies.split(",")], plan, say), as_json)
+
+    run(body)
+
+
 @app.command()
 def schemas(folder: Annotated[Path, typer.Argument(help="Where to write one JSON Schema for each message.")]) -> None:
     """Export the JSON Schemas of all messages."""

@@ -27,23 +27,29 @@ from ..pipeline.registry import ModelCatalogue
 from ..pipeline.replies import ReplyInbox, ReplyStream
 from ..pipeline.settings import BrokerSettings
 from ..schemas import subjects
-from ..schemas.codec import first_complaint
+from ..schemas.codec import decode, encode, first_complaint
 from ..schemas.errors import (
+    BrokerUnavailable,
     DeadlineExceeded,
     InvalidRequest,
+    NoWorker,
     Overloaded,
     RequestCancelled,
     RequestFailed,
     StreamFull,
+    StreamMissing,
     UnknownModel,
 )
 from ..schemas.replies import Cancelled, CancelRequest, Expired, Failed, Finished, PositionLogprobs, TokenChunk
 from ..schemas.requests import InferenceRequest, PriorityClass, Sampling
+from ..schemas.routing import Explain, Explanation
 from ..schemas.tokens import pack_tokens, unpack_tokens
 from ..schemas.workers import ModelCard
 from .admission import admit
 from .text import ChatMessage, TextCodec, TextStream, load_text_codec
 
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or chat messages."""
 DEFAULT_MAX_TOKENS = 256
 LOCAL_GRACE_S = 5.0
 """How long past its deadline a request is waited for: its expiry is told by whoever holds it."""
@@ -75,6 +81,7 @@ class Answer:
     ttft_ms: float
     total_ms: float
     attempts: int
+    predicted_cached_tokens: int = 0
     logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
 
 
@@ -153,6 +160,7 @@ class Submitted:
             ttft_ms=((self._first_s or ended_s) - self._sent_s) * 1e3,
             total_ms=(ended_s - self._sent_s) * 1e3,
             attempts=terminal.attempt,
+            predicted_cached_tokens=terminal.predicted_cached_tokens,
             logprobs=terminal.logprobs,
         )
 
@@ -193,28 +201,36 @@ class Client:
     async def models(self) -> list[ModelCard]:
         return await self._catalogue.all()
 
-    async def submit(
+    async def submit(self, prompt: Prompt, **options: Any) -> Submitted:
+        """Publishes one request. `options`: those of `prepare`, and the fields of `Sampling`.
+
+        When this returns, the request is accepted: it will end. Raises InvalidRequest, PromptTooLong, PayloadTooLarge,
+        UnknownModel (before anything is sent), Overloaded (try again later), BrokerUnavailable.
+        """
+        request = await self.prepare(prompt, **options)
+        return await self._publish(request, await self._text_stream(request))
+
+    async def prepare(
         self,
-        prompt: str | Sequence[int] | Sequence[ChatMessage],
+        prompt: Prompt,
         *,
         model: str | None = None,
         timeout_s: float = 600.0,
         priority_class: PriorityClass = "interactive",
         request_id: str | None = None,
+        lora: str = "",
+        cache_salt: str = "",
         **sampling: Any,
-    ) -> Submitted:
-        """Publishes one request. `prompt`: text, token ids, or chat messages; `sampling`: the fields of `Sampling`.
+    ) -> InferenceRequest:
+        """The request as it would be published. `prompt`: text, token ids, or chat messages; `sampling`: the fields of `Sampling`.
 
-        `model`: else `default_model`, else the only one there is.
-
-        When this returns, the request is accepted: it will end. Raises InvalidRequest, PromptTooLong, PayloadTooLarge,
-        UnknownModel (before anything is sent), Overloaded (try again later), BrokerUnavailable.
+        `model`: else `default_model`, else the only one there is. Raises InvalidRequest, PromptTooLong, UnknownModel.
         """
         card = await self._model(model or self.default_model)
-        codec = await self._codec(card)
-        token_ids = encode_prompt(codec, prompt)
-        room_tokens = card.max_model_len_tokens - len(token_ids)
-        sampling.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room_tokens)))
+        token_ids = encode_prompt(await self._codec(card), prompt)
+        _refuse_unknown_sampling(sampling)
+        sampling.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, card.max_model_len_tokens - len(token_ids))))
+        now_ns = self.now_ns()
         try:
             request = InferenceRequest(
                 request_id=request_id or uuid.uuid4().hex,
@@ -223,19 +239,19 @@ class Client:
                 priority_class=priority_class,
                 prompt_tokens=pack_tokens(token_ids),
                 sampling=Sampling(**sampling),
-                submitted_ns=self.now_ns(),
-                deadline_ns=self.now_ns() + int(timeout_s * 1e9),
+                lora=lora,
+                cache_salt=cache_salt,
+                submitted_ns=now_ns,
+                deadline_ns=now_ns + int(timeout_s * 1e9),
             )
         except ValidationError as error:
             raise InvalidRequest(first_complaint(error)) from error
         except OverflowError as error:
             raise InvalidRequest(f"a token id of the prompt is negative or too large: {error}") from error
-        _refuse_unknown_sampling(sampling)
         admit(request, card)
-        text = TextStream(codec, request.sampling.stop, request.sampling.include_stop_str_in_output, request.sampling.skip_special_tokens)
-        return await self._publish(request, text)
+        return request
 
-    async def stream(self, prompt: str | Sequence[int] | Sequence[ChatMessage], **options: Any) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
         """`submit`, and the pieces as they come. Leaving the loop early cancels the request."""
         submitted = await self.submit(prompt, **options)
         ended = False
@@ -247,7 +263,7 @@ class Client:
             if not ended:
                 await submitted.cancel()
 
-    async def generate(self, prompt: str | Sequence[int] | Sequence[ChatMessage], **options: Any) -> Answer:
+    async def generate(self, prompt: Prompt, **options: Any) -> Answer:
         """`submit` and wait for the end."""
         submitted = await self.submit(prompt, **options)
         return await submitted.answer()
@@ -259,6 +275,24 @@ class Client:
             CancelRequest(request_id=request_id),
             message_id=subjects.message_id(request_id, "cancel", 1),
         )
+
+    async def explain(self, prompt: Prompt | None = None, *, request_id: str = "", **options: Any) -> Explanation:
+        """Why the request with this id went where it went, or where a request with this prompt would go now (nothing is sent).
+
+        Raises what `prepare` raises, and NoWorker when no router answers: none runs, or none remembers this id.
+        """
+        request = None if prompt is None else await self.prepare(prompt, **options)
+        question = Explain(request=request, request_id=request_id)
+        try:
+            answer = await self._bus.request(subjects.EXPLAIN, encode(question))
+        except (BrokerUnavailable, StreamMissing) as error:
+            what = f"remembers {request_id}" if request is None else "is running"
+            raise NoWorker(f"no router {what}") from error
+        return decode(answer.data, Explanation)
+
+    async def _text_stream(self, request: InferenceRequest) -> TextStream:
+        codec, sampling = await self._codec(self._models[request.model]), request.sampling
+        return TextStream(codec, sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens)
 
     async def _publish(self, request: InferenceRequest, text: TextStream) -> Submitted:
         replies = self._inbox.open(request.request_id, request.model)
@@ -298,7 +332,7 @@ class Client:
         return self._codecs[card.source]
 
 
-def encode_prompt(codec: TextCodec, prompt: str | Sequence[int] | Sequence[ChatMessage]) -> list[int]:
+def encode_prompt(codec: TextCodec, prompt: Prompt) -> list[int]:
     """Text, token ids or chat messages as token ids. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return codec.encode(prompt)

@@ -6,7 +6,9 @@ Blocks that depend on more than tokens, adapter and salt (images) are left out: 
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from ...schemas.blocks import block_hashes, root_hash
+from ...schemas.errors import EngineDead
 from ...schemas.tokens import pack_tokens
 from ..engine import BlockChange
 
@@ -111,9 +114,14 @@ class BlockFeed:
         self._socket.connect(self._endpoint)
 
     def close(self) -> None:
+        """Safe without `open`, and twice. A reader that still waits is cancelled by its owner."""
         if self._socket is not None:
             self._socket.close(linger=0)
-        self._context.term()
+            self._socket = None
+        if not self._context.closed:
+            self._context.term()
+        with suppress(FileNotFoundError):
+            os.unlink(self._endpoint.removeprefix("ipc://"))
 
     async def changes(self) -> list[BlockChange]:
         """Waits for changes; all that have come, in order."""
@@ -125,12 +133,12 @@ class BlockFeed:
         return changes
 
     async def _receive(self) -> list[bytes]:
-        assert self._socket is not None, "open() comes first"
+        if self._socket is None:
+            raise EngineDead("the engine's cache events are closed")
         return await self._socket.recv_multipart()
 
     async def _waiting(self) -> bool:
-        assert self._socket is not None, "open() comes first"
-        return bool(await self._socket.poll(0))
+        return self._socket is not None and bool(await self._socket.poll(0))
 
     def _read(self, frames: list[bytes]) -> list[BlockChange]:
         import msgspec

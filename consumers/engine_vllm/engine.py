@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.errors import EngineDead, PullFailed, SetupError
 from ...schemas.requests import Sampling, StructuredOutput
 from ...schemas.tokens import pack_tokens, token_count
-from ..engine import EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
+from ..engine import BlockChange, EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
 from .answer import Answer, finish_reason, only_step
+from .block_feed import BlockFeed
 from .facts import engine_info
 from .handoff import ASK_FOR_HANDOFF, check, reference_from
 from .held import HeldBlocks
 from .processes import EngineProcesses
-from .settings import VllmSettings, free_port
+from .settings import VllmSettings, events_endpoint, free_port
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -42,6 +43,7 @@ class VllmEngine:
         self._settings = settings
         self._engine_id = str(uuid.uuid4())
         self.processes = EngineProcesses(settings, self._engine_id)
+        self._blocks = BlockFeed(events_endpoint(self._engine_id), settings.name, settings.block_size)
         self._runtime: Runtime | None = None
         self._info: EngineInfo | None = None
         self._held = HeldBlocks(self._call)
@@ -55,6 +57,7 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         port = self._settings.side_channel_port or free_port(self._settings.side_channel_host)
         try:
+            self._blocks.open()
             async with asyncio.timeout(self._settings.start_timeout_s):
                 self._runtime = await self.processes.build(port)
                 ranks = await self._call("jw_facts")
@@ -85,6 +88,7 @@ class VllmEngine:
             self._runtime.fail_legs()
         self._runtime = None
         await self.processes.end()
+        self._blocks.close()
 
     # ------------------------------------------------------------------------------------------------------ peers
 
@@ -152,6 +156,10 @@ class VllmEngine:
         await self._held.release(engine_request_ids)
 
     # ------------------------------------------------------------------------------------------------------ state
+
+    async def block_changes(self) -> Sequence[BlockChange]:
+        _ = self._live
+        return await self._blocks.changes()
 
     def stats(self) -> EngineStats:
         if self._runtime is None or self._info is None:

@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import socket
+import tempfile
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -65,7 +66,7 @@ class VllmSettings(BaseModel):
     stop_timeout_s: float = Field(default=3.0, gt=0, description="after that the engine's processes are killed")
 
     lora_adapters: dict[str, str] = Field(default={}, description="adapters by name, and the folder of each")
-    kv_events_endpoint: str = Field(default="", description="ZeroMQ address where the engine publishes block events; empty: nowhere")
+    kv_events: bool = Field(default=True, description="tell routers what the prefix cache holds")
     environment_variables: dict[str, str] = Field(default={}, description="further variables for the engine's processes")
     engine_args: dict[str, JsonValue] = Field(default={}, description="any other option of vLLM's AsyncEngineArgs")
 
@@ -174,10 +175,15 @@ def engine_arguments(settings: VllmSettings, engine_id: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {"enable_prefix_caching": True, "disable_hybrid_kv_cache_manager": True}
     arguments = defaults | settings.engine_args | _arguments_from_fields(settings)
     arguments |= {"kv_transfer_config": transfer, "worker_extension_cls": LEASE_KEEPER, "logits_processors": [FORCED_TOKENS]}
-    if settings.kv_events_endpoint:
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events_endpoint, "topic": "kv"}
+    if settings.kv_events:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events_endpoint(engine_id), "topic": "kv"}
         arguments["kv_events_config"] = events
     return arguments
+
+
+def events_endpoint(engine_id: str) -> str:
+    """A socket file of this engine alone. Short: the system allows about a hundred characters."""
+    return f"ipc://{os.path.join(tempfile.gettempdir(), f'jw-kv-{engine_id[:18]}')}"
 
 
 def unknown_arguments(given: dict[str, Any], known: frozenset[str]) -> None:

@@ -92,7 +92,7 @@ def test_lengths_are_in_their_ranges_and_tokens_in_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("burst_share", [0.0, 0.2, 0.6])
 def test_the_mean_rate_is_kept_with_and_without_bursts(burst_share: float) -> None:
-    requests = list(agent_requests(AgentSettings(requests=20_000, sessions=2000, burst_share=burst_share)))
+    requests = list(agent_requests(AgentSettings(requests=20_000, sessions=15_000, burst_share=burst_share)))
 
     assert statistics_of(requests).seconds == pytest.approx(20_000 / 12.0, rel=0.05)
 
