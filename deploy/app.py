@@ -49,6 +49,8 @@ from ..schemas.workers import Role, WorkerCard, pool_name
 log = logging.getLogger(__name__)
 
 Loop = Coroutine[Any, Any, None]
+SYNC_S = 2.0
+"""How long a new router asks workers what their caches hold before it routes without knowing."""
 
 
 class WorkerSettings(BaseModel):
@@ -159,8 +161,14 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                     tasks.create_task(consumer.stop(settings.grace_s))
 
         takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name)
-        loops = [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), *(consumer.run() for consumer in consumers)]
-        await run_until(stopping, loops, drain)
+
+        async def route() -> None:
+            await feed.wait_until_synced(SYNC_S)
+            async with asyncio.TaskGroup() as tasks:
+                for consumer in consumers:
+                    tasks.create_task(consumer.run())
+
+        await run_until(stopping, [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), route()], drain)
 
 
 async def run_worker(

@@ -7,6 +7,7 @@ come while a snapshot is on its way are kept and applied after it; a dead incarn
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..pipeline.connection import Bus, RawMessage
@@ -21,6 +22,7 @@ from .prefix_index import PrefixIndex
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 1.0
+SYNC_POLL_S = 0.01
 MAX_WAITING_BATCHES = 10_000
 
 
@@ -75,11 +77,17 @@ class LaneFollower:
             self.on_events(waiting[number])
 
     def _keep(self, events: KvEvents) -> None:
+        """For after the snapshot. Believed for now as well: mostly right is better than old, and the snapshot replaces all."""
+        self._change_index(events)
         if len(self._waiting) >= MAX_WAITING_BATCHES:
             self._waiting.pop(min(self._waiting))  # a gap then, and the next snapshot closes it
         self._waiting[events.number] = events
 
     def _apply(self, events: KvEvents) -> None:
+        self._change_index(events)
+        self._number = events.number
+
+    def _change_index(self, events: KvEvents) -> None:
         for change in events.changes:
             if change.kind == "stored":
                 self._index.stored(self._lane, unpack_hashes(change.hashes))
@@ -87,7 +95,6 @@ class LaneFollower:
                 self._index.removed(self._lane, unpack_hashes(change.hashes))
             else:
                 self._index.cleared(self._lane)
-        self._number = events.number
 
 
 @dataclass
@@ -113,6 +120,13 @@ class IndexFeed:
         await self._bus.subscribe(subjects.KV_EVENTS, self._on_events)
         await self._bus.subscribe(self._inbox, self._on_chunk)
         self._on_workers()
+
+    async def wait_until_synced(self, timeout_s: float) -> None:
+        """Until every lane known now was heard, or long enough: a router that knows nothing routes by load."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.unsynced:
+                    await asyncio.sleep(SYNC_POLL_S)
 
     @property
     def unsynced(self) -> set[str]:
