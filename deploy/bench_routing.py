@@ -9,41 +9,28 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..pipeline.connection import Bus
-from ..pipeline.registry import Registry, Workers
 from ..pipeline.settings import BrokerSettings
 from ..producers.client import Answer, Client
 from ..producers.policies import make_policy
 from ..schemas.errors import JetwakeError, SetupError
-from .app import first_of
+from .bench_system import BenchSystem, running
 from .capacity.agent_workload import AgentRequest, AgentSettings, agent_requests, statistics_of
 from .engines import ENGINES
-from .local import LocalSystem, children_of, local_system, wait_until_served
-from .nats_server import NatsServer
-from .supervisor import Supervisor
 
-READY_TIMEOUT_S = {"simulated": 60.0, "vllm": 600.0}
 REQUEST_TIMEOUT_S = 300.0
 BLOCK_SIZE_TOKENS = {"simulated": 64, "vllm": 32}
-
-SIMULATED_OPTIONS = ("timing=dynamo-default", f"block_size_tokens={BLOCK_SIZE_TOKENS['simulated']}", "block_bytes=64")
-SIMULATED_PREFILL_OPTIONS = ("num_blocks=640", "slots=2")
+READY_TIMEOUT_S = {"simulated": 120.0, "vllm": 900.0}
+PREFILL_OPTIONS = {"simulated": ("num_blocks=640", "slots=2"), "vllm": ("num_gpu_blocks_override=200", "max_num_seqs=2")}
 """About five of the prefixes fit. Two slots: what waits stays in its queue, and finds the cache as it is when its turn comes."""
-SIMULATED_DECODE_OPTIONS = ("num_blocks=16384", "slots=128")
-VLLM_OPTIONS = (f"block_size={BLOCK_SIZE_TOKENS['vllm']}", "max_model_len=2560")
-VLLM_PREFILL_OPTIONS = ("num_gpu_blocks_override=200", "max_num_seqs=2")
-"""6,400 tokens: about five of the prefixes."""
+DECODE_OPTIONS = {"simulated": ("num_blocks=16384", "slots=128"), "vllm": ()}
 
 SIMULATED_WORKLOAD = AgentSettings()
 VLLM_WORKLOAD = AgentSettings(
@@ -81,10 +68,25 @@ class Plan:
             seed=self.seed,
         )
 
-    def counts(self) -> tuple[int, int]:
-        """Prefill and decode workers."""
+    def system(self, policy: str) -> BenchSystem:
         prefill, decode = (4, 2) if self.engine == "simulated" else (2, 1)
-        return self.prefill or prefill, self.decode or decode
+        return BenchSystem(
+            engine=self.engine,
+            model=self.model,
+            policy=policy,
+            prefill=self.prefill or prefill,
+            decode=self.decode or decode,
+            prefill_options=[*self.engine_options(), *PREFILL_OPTIONS[self.engine]],
+            decode_options=[*self.engine_options(), *DECODE_OPTIONS[self.engine]],
+            ready_timeout_s=READY_TIMEOUT_S[self.engine],
+        )
+
+    def engine_options(self) -> list[str]:
+        """Those of both roles."""
+        block_size_tokens = BLOCK_SIZE_TOKENS[self.engine]
+        if self.engine == "simulated":
+            return ["timing=dynamo-default", f"speed={self.speed}", f"block_size_tokens={block_size_tokens}", "block_bytes=64"]
+        return [f"block_size={block_size_tokens}", "max_model_len=2560"]
 
 
 @dataclass(frozen=True)
@@ -131,69 +133,16 @@ async def measure_routing(policies: Sequence[str], plan: Plan, report: Callable[
     workload = list(agent_requests(plan.workload()))
     figures = list[RoutingFigures]()
     for policy in policies:
-        report(f"{policy}: starting {plan.counts()[0]} prefill and {plan.counts()[1]} decode workers")
-        async with running_system(plan, policy, report) as (broker, model):
+        system = plan.system(policy)
+        report(f"{policy}: starting {system.prefill} prefill and {system.decode} decode workers")
+        async with running(system, report) as broker:
             report(f"{policy}: {len(workload)} requests in {workload[-1].at_s:.0f} s")
-            psutil.cpu_percent()
-            outcomes = await send_all(broker, model, workload)
-            figures.append(figures_of(policy, plan, workload, outcomes, psutil.cpu_percent() / 100))
+            psutil.cpu_percent()  # counts from here
+            outcomes = await send_all(broker, plan.model, workload)
+            cpu_busy = psutil.cpu_percent() / 100
+        figures.append(figures_of(policy, plan, workload, outcomes, cpu_busy))
         report(f"{policy}: hit rate {figures[-1].hit_rate:.3f}, TTFT mean {figures[-1].ttft_ms_mean:.0f} ms")
     return figures
-
-
-@asynccontextmanager
-async def running_system(plan: Plan, policy: str, report: Callable[[str], None]) -> AsyncGenerator[tuple[BrokerSettings, str]]:
-    """Yields the broker and the model's name when all workers have met and the first request was served."""
-    with TemporaryDirectory(prefix="jetwake-bench-") as folder:
-        logs = Path(folder) / "logs"
-        async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log") as server:
-            broker = BrokerSettings(url=server.url)
-            both, decoding = systems(plan, policy, broker, report)
-            children = [*children_of(both, server.url, logs), *children_of(decoding, server.url, logs)[1:]]  # one router is enough
-            supervisor = Supervisor(children, both.grace_s)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(supervisor.run())
-                    await _all_met(broker, plan)
-                    await wait_until_served(broker, both.model)
-                    yield broker, both.model
-                    supervisor.stop()
-            except BaseExceptionGroup as group:
-                ours = group.subgroup(JetwakeError)
-                if ours is None:
-                    raise
-                raise first_of(ours) from group
-
-
-def systems(plan: Plan, policy: str, broker: BrokerSettings, report: Callable[[str], None]) -> tuple[LocalSystem, LocalSystem]:
-    """The router with the prefill workers, and the decode workers: the roles' caches differ."""
-    simulated = plan.engine == "simulated"
-    shared = (*SIMULATED_OPTIONS, f"speed={plan.speed}") if simulated else VLLM_OPTIONS
-    own = (SIMULATED_PREFILL_OPTIONS, SIMULATED_DECODE_OPTIONS) if simulated else (VLLM_PREFILL_OPTIONS, ())
-    prefill, decode = (
-        local_system(plan.engine, plan.model, "", [*shared, *options], policy, (*plan.counts(), 0), None, broker, report) for options in own
-    )
-    return replace(prefill, decode=0), replace(decode, prefill=0)
-
-
-async def _all_met(broker: BrokerSettings, plan: Plan) -> None:
-    """Raises NoWorker."""
-    prefill, decode = plan.counts()
-
-    def have_met(workers: Workers) -> bool:
-        lanes = {card.lane for card in workers.values() if card.role == "prefill"}
-        pulling = [card for card in workers.values() if card.role == "decode" and lanes <= set(card.peers)]
-        return len(lanes) == prefill and len(pulling) == decode
-
-    async with Bus.connect(broker, name="bench") as bus:
-        registry = Registry(bus)
-        while True:
-            try:
-                await registry.start()
-                break
-            except JetwakeError:
-                await asyncio.sleep(0.1)
-        await registry.wait_for(have_met, READY_TIMEOUT_S[plan.engine])
 
 
 async def send_all(broker: BrokerSettings, model: str, workload: Sequence[AgentRequest]) -> list[Outcome]:
@@ -207,7 +156,6 @@ async def send_all(broker: BrokerSettings, model: str, workload: Sequence[AgentR
                 await asyncio.sleep(max(0.0, started_s + request.at_s - time.perf_counter()))
                 lateness_ms = (time.perf_counter() - started_s - request.at_s) * 1e3
                 sent.append(tasks.create_task(_send(client, model, prompt, request.max_tokens, lateness_ms)))
-                del prompt
         return [task.result() for task in sent]
 
 
@@ -241,7 +189,7 @@ def figures_of(policy: str, plan: Plan, workload: Sequence[AgentRequest], outcom
         e2e_ms_mean=round(statistics.fmean(whole_ms), 1),
         e2e_ms_p99=percentile(whole_ms, 99),
         requests_by_worker=dict(sorted(by_worker.items())),
-        worker_spread=round(max(by_worker.values()) * plan.counts()[0] / len(answers), 2),
+        worker_spread=round(max(by_worker.values()) * plan.system(policy).prefill / len(answers), 2),
         mean_prompt_tokens=round(known.mean_prompt_tokens),
         rate_per_s=round(known.requests / known.seconds, 2),
         lateness_ms_p99=percentile([outcome.lateness_ms for outcome in outcomes], 99),

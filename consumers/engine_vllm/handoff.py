@@ -7,6 +7,7 @@ engine. So a reference is checked here against the prompt and the engine before 
 from collections.abc import Mapping
 from typing import Any
 
+from ...schemas.blocks import block_count
 from ...schemas.decode import KvReference
 from ...schemas.errors import HandoffRefused
 from ...schemas.tokens import token_count
@@ -24,10 +25,6 @@ ASK_FOR_HANDOFF: Mapping[str, Any] = {
 
 LARGEST_BLOCK_ID = 2**26
 """Block ids are counts of blocks on one engine; 64 million blocks of 16 tokens are more than any host holds."""
-
-
-def block_count(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
 
 
 def reference_from(params: Mapping[str, Any], prompt_length: int, block_size: int, cached_tokens: int) -> KvReference:

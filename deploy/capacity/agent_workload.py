@@ -26,7 +26,7 @@ class AgentSettings:
     as there are sessions left to open instead.
     """
 
-    requests: int = 600
+    requests: int = 500
     rate_per_s: float = 12.0
     sessions: int = 200
     open_sessions: int = 40

@@ -13,6 +13,7 @@ from itertools import count
 import pytest
 
 from jetwake.consumers.engine import Engine, EngineInfo, EngineOutput, Leg, Peer, Prefilled
+from jetwake.schemas.blocks import block_hashes, root_hash
 from jetwake.schemas.decode import KvReference
 from jetwake.schemas.errors import EngineDead, EngineRefused, HandoffRefused, PullFailed
 from jetwake.schemas.requests import Sampling
@@ -91,9 +92,31 @@ async def apart(pair: Pair, prompt: bytes, sampling: Sampling = GREEDY, salt: st
 
 
 async def handoff(pair: Pair, prompt: bytes, sampling: Sampling = GREEDY) -> tuple[Prefilled, KvReference]:
-    first = await pair.prefill.prefill(leg(prompt, sampling))
+    return await handoff_of(pair, leg(prompt, sampling))
+
+
+async def handoff_of(pair: Pair, work: Leg) -> tuple[Prefilled, KvReference]:
+    first = await pair.prefill.prefill(work)
     assert first.kv is not None
     return first, first.kv
+
+
+class CacheSeen:
+    """What the prefill engine's block changes say that it has cached."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._engine = pair.prefill
+        self.hashes: set[int] = set()
+
+    async def until_exactly(self, wanted: set[int]) -> None:
+        while self.hashes != wanted:
+            for change in await self._engine.block_changes():
+                if change.kind == "stored":
+                    self.hashes.update(change.hashes)
+                elif change.kind == "removed":
+                    self.hashes.difference_update(change.hashes)
+                else:
+                    self.hashes.clear()
 
 
 async def until(fact: Callable[[], bool]) -> None:
@@ -246,6 +269,21 @@ class EngineConformance:
         await pair.prefill.release(["nobody"])
         await pair.prefill.extend(["nobody"], 5.0)
         await pair.decode.forget("nobody")
+
+    async def test_what_is_cached_is_told_under_our_own_hashes(self, pair: Pair) -> None:
+        await pair.forget_prefixes()
+        seen = CacheSeen(pair)
+        for salt in ("", "tenant"):
+            await seen.until_exactly(await self.prefilled(pair, pair.prompt(3 * pair.block + 5, 91), salt) | seen.hashes)
+        assert len(seen.hashes) == 6
+        await pair.forget_prefixes()
+        await seen.until_exactly(await self.prefilled(pair, pair.prompt(2 * pair.block + 1, 92), ""))
+
+    async def prefilled(self, pair: Pair, prompt: bytes, salt: str) -> set[int]:
+        """The hashes of what one prefill leaves in the cache."""
+        _, kv = await handoff_of(pair, leg(prompt, salt=salt))
+        await pair.prefill.release([kv.engine_request_id])
+        return set(block_hashes(prompt, pair.block, root_hash(pair.prefill_info.model.model, "", salt)))
 
     async def test_greeting_twice(self, pair: Pair) -> None:
         await pair.decode.greet(pair.peer())
