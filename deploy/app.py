@@ -77,6 +77,9 @@ class RouterSettings(BaseModel):
     policy: str = DEFAULT_POLICY
     seed: int = 0
     max_index_blocks: int = Field(default=2_000_000, ge=1, description="distinct KV blocks remembered over all workers")
+    approximate_s: float = Field(
+        default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
+    )
     slots: int = Field(default=64, ge=1)
     grace_s: float = Field(default=10.0, gt=0.0)
 
@@ -118,11 +121,17 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
         yield pipe
 
 
+def index_of(settings: RouterSettings) -> PrefixIndex:
+    if settings.approximate_s:
+        return PrefixIndex(settings.max_index_blocks, settings.approximate_s, settings.max_index_blocks)
+    return PrefixIndex(settings.max_index_blocks)
+
+
 async def run_router(settings: RouterSettings, broker: BrokerSettings, topology: TopologySettings, stopping: asyncio.Event) -> None:
     """Routes until `stopping` is set; then finishes what it holds."""
     async with open_pipe(broker, topology, settings.name) as pipe:
-        index = PrefixIndex(settings.max_index_blocks)
-        feed = IndexFeed(pipe.bus, pipe.registry, index, settings.name)
+        index = index_of(settings)
+        feed = IndexFeed(pipe.bus, pipe.registry, index, settings.name, hears_events=not settings.approximate_s)
         await feed.listen()
         router = Router(
             settings.name,

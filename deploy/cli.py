@@ -115,6 +115,9 @@ def start_logging() -> None:
 def router(
     name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
     policy: Policy = "kv_aware",
+    approximate_s: Annotated[
+        float, typer.Option(min=0.0, help="For engines without cache events: believe own decisions this many seconds.")
+    ] = 0.0,
     nats_url: NatsUrl = None,
     credentials: Credentials = None,
     tls_ca: TlsCa = None,
@@ -128,7 +131,9 @@ def router(
 
         start_logging()
         broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
-        await run_router(RouterSettings(name=name, policy=policy), broker, topology_settings(), stop_on_signals())
+        await run_router(
+            RouterSettings(name=name, policy=policy, approximate_s=approximate_s), broker, topology_settings(), stop_on_signals()
+        )
 
     run(body)
 
@@ -287,6 +292,30 @@ def status(
     run(body)
 
 
+@app.command()
+def explain(
+    subject: Annotated[str, typer.Argument(metavar="PROMPT|REQUEST_ID", help="A prompt, or the id of a request that was routed.")],
+    model: Annotated[str | None, typer.Option(help="Which model, when there is more than one.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")] = False,
+    as_json: AsJson = False,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Why a request went where it went, or where a prompt would go now: every candidate with its score."""
+
+    async def body() -> None:
+        from .explain import explain as ask_router
+        from .explain import print_explanation
+
+        broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
+        print_explanation(await ask_router(broker, subject, model, raw), as_json)
+
+    run(body)
+
+
 @model_app.command("fetch")
 def model_fetch(name: Annotated[str, typer.Argument(help="demo, tiny, a folder, or a Hugging Face name.")] = "demo") -> None:
     """Make a model ready on this machine and print where it is."""
@@ -357,6 +386,34 @@ def bench_routing(
 
         plan = Plan(engine, model if engine == "vllm" else "routing", speed, prefill, decode, rate, requests, seed)
         print_routing(await measure_routing([name.strip() for name in policies.split(",")], plan, say), as_json)
+
+    run(body)
+
+
+@bench_app.command("latency")
+def bench_latency(
+    model: Annotated[str | None, typer.Option(help="Which model, when there is more than one.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths to measure, with commas between.")] = "150,1050",
+    requests: Annotated[int, typer.Option(min=1)] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    as_json: AsJson = False,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Time to first token of a running system (`jetwake up`), one request at a time."""
+
+    async def body() -> None:
+        from ..schemas.errors import SetupError
+        from .bench_latency import measure_latency, print_latency
+
+        lengths = prompt_tokens.split(",")
+        if not all(length.isdigit() and int(length) for length in lengths):
+            raise SetupError(f"--prompt-tokens takes numbers with commas between, not {prompt_tokens!r}")
+        broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
+        print_latency(await measure_latency(broker, model, [int(length) for length in lengths], requests, max_tokens), as_json)
 
     run(body)
 

@@ -201,6 +201,10 @@ class Client:
     async def models(self) -> list[ModelCard]:
         return await self._catalogue.all()
 
+    async def model(self, name: str | None = None) -> ModelCard:
+        """That of this name; without one, the only model there is. Raises UnknownModel, InvalidRequest when there are several."""
+        return await self._model(name or self.default_model)
+
     async def submit(self, prompt: Prompt, **options: Any) -> Submitted:
         """Publishes one request. `options`: those of `prepare`, and the fields of `Sampling`.
 

@@ -104,21 +104,23 @@ class _Followed:
 
 
 class IndexFeed:
-    """`synced` lanes are those whose part of the index can be believed."""
+    """`hears_events` False (engines that tell none): the index lives by the router's own decisions; only the dead are forgotten."""
 
-    def __init__(self, bus: Bus, registry: Registry, index: PrefixIndex, router: str) -> None:
+    def __init__(self, bus: Bus, registry: Registry, index: PrefixIndex, router: str, hears_events: bool = True) -> None:
         self._bus = bus
         self._registry = registry
         self._index = index
         self._router = router
+        self._hears_events = hears_events
         self._followed: dict[str, _Followed] = {}
         self._inbox = bus.new_inbox()
         self._changed = asyncio.Event()
         registry.on_change(self._on_workers)
 
     async def listen(self) -> None:
-        await self._bus.subscribe(subjects.KV_EVENTS, self._on_events)
-        await self._bus.subscribe(self._inbox, self._on_chunk)
+        if self._hears_events:
+            await self._bus.subscribe(subjects.KV_EVENTS, self._on_events)
+            await self._bus.subscribe(self._inbox, self._on_chunk)
         self._on_workers()
 
     async def wait_until_synced(self, timeout_s: float) -> None:
@@ -130,6 +132,8 @@ class IndexFeed:
 
     @property
     def unsynced(self) -> set[str]:
+        if not self._hears_events:
+            return set()
         return {lane for lane, followed in self._followed.items() if followed.follower.wants_snapshot}
 
     async def run(self) -> None:
