@@ -1,6 +1,6 @@
-"""The aggregated worker's loop: both legs in one engine. The baseline that every measurement of disaggregation is compared with.
+"""Both legs in one engine: the loop of an aggregated worker, and of a decode worker for prompts too short to be worth a handoff.
 
-Reads `jw.prefill.<worker>-<incarnation>`; writes token chunks and one terminal.
+The aggregated worker is the baseline that every measurement of disaggregation is compared with. Reads `jw.prefill.<worker>-<incarnation>`; writes token chunks and one terminal.
 """
 
 from contextlib import aclosing
@@ -15,6 +15,7 @@ from ..schemas.prefill import PrefillJob
 from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard
 from .answer import Answer
+from .block_ledger import BlockLedger
 from .engine import Engine
 from .legs import leg_of
 from .workload import Prefilling, Workload
@@ -30,6 +31,7 @@ class AggregatedConsumer:
         terminals: Terminals,
         in_flight: InFlight,
         work: Workload,
+        ledger: BlockLedger,
     ) -> None:
         self._engine = engine
         self._card = card
@@ -38,9 +40,10 @@ class AggregatedConsumer:
         self._in_flight = in_flight
         self._endings = Endings(publisher, terminals)
         self._work = work
+        self._ledger = ledger
 
     def room(self) -> int:
-        return self._work.free_slots()
+        return min(self._ledger.claimable(), self._work.free_slots())
 
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
@@ -48,7 +51,7 @@ class AggregatedConsumer:
         answer = Answer(self._publisher, request)
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
-                async with self._in_flight.guard(request, "generation"):
+                async with self._in_flight.guard(request, "generation"), self._ledger.reserve(self._need_blocks(request)):
                     await self._generate(request, answer, prefilling)
                 await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens))
             except RequestEnded as ending:
@@ -56,6 +59,10 @@ class AggregatedConsumer:
 
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
+
+    def _need_blocks(self, request: InferenceRequest) -> int:
+        block_size_tokens = self._card.compatibility.block_size_tokens
+        return BlockLedger.need_blocks(request, self._card.max_model_len_tokens, block_size_tokens)
 
     async def _generate(self, request: InferenceRequest, answer: Answer, prefilling: Prefilling) -> None:
         async with aclosing(self._engine.generate(leg_of(request))) as outputs:

@@ -1,11 +1,13 @@
-"""The decode worker's promise book: it claims only handoffs whose whole KV cache fits, so that no two wait for each other's blocks."""
+"""A worker's promise book: it runs only requests whose whole KV cache fits, so that no two wait for each other's blocks."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from ..schemas.blocks import block_count
 from ..schemas.errors import HandoffRefused
+from ..schemas.requests import InferenceRequest
 
 
 class BlockLedger:
@@ -21,6 +23,12 @@ class BlockLedger:
         self._waiting = 0
         self._recent_needs: deque[int] = deque([1], maxlen=64)
         self._freed = asyncio.Condition()
+
+    @staticmethod
+    def need_blocks(request: InferenceRequest, max_model_len_tokens: int, block_size_tokens: int) -> int:
+        """Prompt and whole answer."""
+        tokens = min(request.prompt_length_tokens + request.sampling.max_tokens, max_model_len_tokens)
+        return block_count(tokens, block_size_tokens)
 
     def claimable(self) -> int:
         """Pure: how many more handoffs may be claimed now."""

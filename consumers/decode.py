@@ -15,7 +15,6 @@ from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
 from ..schemas import subjects
-from ..schemas.blocks import block_count
 from ..schemas.decode import KvHandoff
 from ..schemas.errors import HandoffRefused, JetwakeError, PullFailed, RequestEnded
 from ..schemas.prefill import ReleaseKv
@@ -42,6 +41,7 @@ class DecodeConsumer:
         clock: ServerClock,
         in_flight: InFlight,
         work: Workload,
+        ledger: BlockLedger,
         alive: Callable[[], Mapping[str, WorkerCard]],
     ) -> None:
         self._work = work
@@ -54,7 +54,7 @@ class DecodeConsumer:
         self._in_flight = in_flight
         self._alive = alive
         self._endings = Endings(publisher, terminals)
-        self._ledger = BlockLedger(info.capacity_blocks)
+        self._ledger = ledger
 
     def room(self) -> int:
         return min(self._ledger.claimable(), self._work.free_slots())
@@ -67,7 +67,8 @@ class DecodeConsumer:
             try:
                 async with self._in_flight.guard(request, "decode"):
                     self._validate(delivery)
-                    async with self._ledger.reserve(self._need_blocks(handoff)):
+                    need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
+                    async with self._ledger.reserve(need_blocks):
                         await self._generate(handoff, answer)
                 await self._terminals.end(
                     request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
@@ -102,11 +103,6 @@ class DecodeConsumer:
             raise HandoffRefused(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
         if owner.compatibility != self._card.compatibility:
             raise HandoffRefused(f"prefill worker {handoff.prefill_worker} is not compatible with {self._card.worker}")
-
-    def _need_blocks(self, handoff: KvHandoff) -> int:
-        request = handoff.request
-        tokens = min(request.prompt_length_tokens + request.sampling.max_tokens, self._info.model.max_model_len_tokens)
-        return block_count(tokens, handoff.kv.block_size_tokens)
 
     async def _release(self, handoff: KvHandoff, answer: Answer, reason: str) -> None:
         """Tell the prefill worker that nobody will pull, unless the first output already shows that it was pulled."""

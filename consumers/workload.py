@@ -5,7 +5,7 @@ Writes `jw.load.<worker>`. When the engine dies, `engine_dead` is set: the worke
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from ..pipeline.publish import Publisher
@@ -80,12 +80,24 @@ class Workload:
 
 
 class LoadReporter:
-    """`held` gives blocks and handoffs kept for decode workers (0, 0 elsewhere)."""
+    """`works`: what comes by the worker's own queue first, then what comes by handoff. `held` gives blocks and handoffs kept for
+    decode workers (0, 0 elsewhere).
+    """
 
-    def __init__(self, publisher: Publisher, card: WorkerCard, work: Workload, engine: Engine, held: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        card: WorkerCard,
+        works: Sequence[Workload],
+        engine: Engine,
+        held: Callable[[], tuple[int, int]],
+    ) -> None:
         self._publisher = publisher
         self._card = card
-        self._work = work
+        self._works = works
+        self._changed = asyncio.Event()
+        for work in works:
+            work.changed = self._changed
         self._engine = engine
         self._held = held
 
@@ -94,25 +106,25 @@ class LoadReporter:
         return WorkerLoad(
             worker=self._card.worker,
             incarnation=self._card.incarnation,
-            fetched_requests=self._work.fetched,
-            finished_requests=self._work.finished,
-            running_requests=self._work.in_hand,
-            running_prompt_tokens=self._work.prompt_tokens,
-            running_new_tokens=self._work.new_tokens,
-            fetched_sequence=self._work.fetched_sequence,
-            prefill_timing=self._work.prefill_fit.timing(),
+            fetched_requests=sum(work.fetched for work in self._works),
+            finished_requests=sum(work.finished for work in self._works),
+            running_requests=sum(work.in_hand for work in self._works),
+            running_prompt_tokens=sum(work.prompt_tokens for work in self._works),
+            running_new_tokens=sum(work.new_tokens for work in self._works),
+            fetched_sequence=self._works[0].fetched_sequence,
+            prefill_timing=self._works[0].prefill_fit.timing(),
             used_blocks=self._engine.stats().used_blocks,
             held_blocks=held_blocks,
             held_handoffs=held_handoffs,
-            free_slots=self._work.free_slots(),
+            free_slots=sum(work.free_slots() for work in self._works),
         )
 
     async def run(self) -> None:
         """Tells the load as soon as it changed, and once a second anyway, until cancelled."""
         while True:
-            self._work.changed.clear()
+            self._changed.clear()
             await self._publisher.send(subjects.load(self._card.worker), self.load())
             await asyncio.sleep(REPORT_AT_MOST_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_AT_LEAST_EVERY_S):
-                    await self._work.changed.wait()
+                    await self._changed.wait()

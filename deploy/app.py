@@ -6,45 +6,35 @@ runs one for each process.
 
 import asyncio
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..consumers.aggregated import AggregatedConsumer
-from ..consumers.decode import DecodeConsumer
-from ..consumers.engine import Engine, EngineInfo
-from ..consumers.kv_event_publisher import KvEventPublisher
-from ..consumers.leases import HeldHandoffs
-from ..consumers.peers import Peers
-from ..consumers.prefill import PrefillConsumer, PrefillLimits
-from ..consumers.workload import LoadReporter, Workload
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus
 from ..pipeline.consume import Consumer
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
-from ..pipeline.registry import CardKeeper, ModelCatalogue, Registry
+from ..pipeline.registry import ModelCatalogue, Registry
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.terminals import Terminals
-from ..pipeline.topology import delete_consumer, ensure_consumer, ensure_topology
+from ..pipeline.topology import ensure_topology
 from ..producers.explainer import Explainer
 from ..producers.index_feed import IndexFeed
-from ..producers.policies import DEFAULT_POLICY, make_policy
+from ..producers.policies import DEFAULT_POLICY, KvAwareKnobs, make_policy
 from ..producers.prefix_index import PrefixIndex
 from ..producers.router import Router
 from ..producers.takeover import Takeover
-from ..schemas.decode import KvHandoff
-from ..schemas.errors import EngineDead, JetwakeError
-from ..schemas.prefill import PrefillJob
+from ..schemas.codec import first_complaint
+from ..schemas.errors import JetwakeError, SetupError
 from ..schemas.requests import InferenceRequest
-from ..schemas.streams import decode_consumer, prefill_consumer, router_consumer
-from ..schemas.subjects import model_token
-from ..schemas.workers import Role, WorkerCard, pool_name
+from ..schemas.streams import router_consumer
+from ..schemas.workers import Role
+from .options import parse_options
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +67,18 @@ class RouterSettings(BaseModel):
     policy: str = DEFAULT_POLICY
     seed: int = 0
     max_index_blocks: int = Field(default=2_000_000, ge=1, description="distinct KV blocks remembered over all workers")
+    direct_max_new_tokens: int = Field(default=0, ge=0, description="prompts of which no more must be computed may skip the prefill worker")
+    overlap_weight: float = Field(default=1.0, ge=0.0)
+    load_weight: float = Field(default=1.0, ge=0.0)
+    temperature_s: float = Field(default=0.0, ge=0.0)
     approximate_s: float = Field(
         default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
     )
     slots: int = Field(default=64, ge=1)
     grace_s: float = Field(default=10.0, gt=0.0)
+
+    def knobs(self) -> KvAwareKnobs:
+        return KvAwareKnobs(self.overlap_weight, self.load_weight, self.temperature_s, self.direct_max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,14 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
         yield pipe
 
 
+def router_settings(name: str, policy: str, options: Sequence[str]) -> RouterSettings:
+    """From a command line; `options` are `key=value` pairs of RouterSettings. Raises SetupError naming what is wrong."""
+    try:
+        return RouterSettings(name=name, policy=policy, **parse_options(options, "--router-option"))
+    except ValidationError as error:
+        raise SetupError(f"router option {first_complaint(error)}") from error
+
+
 def index_of(settings: RouterSettings) -> PrefixIndex:
     if settings.approximate_s:
         return PrefixIndex(settings.max_index_blocks, settings.approximate_s, settings.max_index_blocks)
@@ -136,7 +141,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
         router = Router(
             settings.name,
             settings.policy,
-            make_policy(settings.policy, settings.seed),
+            make_policy(settings.policy, settings.seed, settings.knobs()),
             publisher=pipe.publisher,
             endings=pipe.endings,
             clock=pipe.clock,
@@ -144,6 +149,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
             registry=pipe.registry,
             catalogue=ModelCatalogue(pipe.bus, pipe.publisher),
             index=index,
+            direct=settings.policy == "kv_aware" and settings.direct_max_new_tokens > 0,
             slots=settings.slots,
         )
         await router.listen(pipe.bus)
@@ -178,146 +184,6 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                     tasks.create_task(consumer.run())
 
         await run_until(stopping, [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), route()], drain)
-
-
-async def run_worker(
-    settings: WorkerSettings, engine: Engine, broker: BrokerSettings, topology: TopologySettings, stopping: asyncio.Event
-) -> None:
-    """Works until `stopping` is set; then drains. Raises EngineDead when the engine is: the process must end and be replaced."""
-    async with open_pipe(broker, topology, settings.name) as pipe:
-        try:
-            info = await engine.start()
-            await Worker(settings, engine, info, pipe).run(stopping)
-        finally:
-            await engine.stop()
-
-
-class Worker:
-    """The parts of one started worker, joined. One incarnation: made anew after every start of the engine."""
-
-    def __init__(self, settings: WorkerSettings, engine: Engine, info: EngineInfo, pipe: Pipe) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._info = info
-        self._pipe = pipe
-        self._card = card_of(settings, info, pipe.clock.now_ns())
-        self._keeper = CardKeeper(pipe.bus, pipe.publisher)
-        self._peers = Peers(engine, self._card, self._keeper, pipe.registry)
-        self._work = Workload(info.capacity_slots)
-        self._held = HeldHandoffs(engine, pipe.clock, pipe.in_flight, pipe.endings, settings.lease_s)
-        self._load = LoadReporter(pipe.publisher, self._card, self._work, engine, lambda: (self._held.blocks, len(self._held)))
-        self._events = KvEventPublisher(engine, self._card, pipe.bus, pipe.publisher)
-        self._consumer = self._make_consumer()
-        self._held.on_change = self._consumer.room_changed
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        card, pipe = self._card, self._pipe
-        await ensure_consumer(pipe.bus, self._consumer.spec)
-        await self._held.listen(pipe.bus, card.lane)
-        await self._events.listen()
-        await ModelCatalogue(pipe.bus, pipe.publisher).put(self._info.model)
-        await self._peers.meet()
-        await self._keeper.announce(self._peers.card)
-        loops: list[Loop] = [
-            *pipe.loops(),
-            self._keeper.run(),
-            self._load.run(),
-            self._events.run(),
-            self._peers.run(),
-            self._held.run(),
-            self._consumer.run(),
-            self._watch_engine(),
-        ]
-        try:
-            await run_until(stopping, loops, self._drain)
-        finally:
-            await self._keeper.withdraw()
-        if card.role != "decode":
-            await delete_consumer(pipe.bus, self._consumer.spec.stream, self._consumer.spec.durable)
-
-    async def _drain(self) -> None:
-        """Nothing new is taken; what is in hand ends; what is held is pulled, released, or runs into the grace period's end."""
-        await self._peers.update_card({"state": "draining"})
-        try:
-            async with asyncio.timeout(self._settings.grace_s):
-                await self._consumer.stop(self._settings.grace_s)
-                await self._engine.drain()
-        except TimeoutError:
-            log.warning("%s: grace of %g s is over with work in hand", self._settings.name, self._settings.grace_s)
-
-    async def _watch_engine(self) -> None:
-        """Raises EngineDead as soon as a request found the engine dead, or a ping does."""
-        while True:
-            try:
-                async with asyncio.timeout(2.0):
-                    await self._work.engine_dead.wait()
-            except TimeoutError:
-                await self._engine.ping(self._settings.engine_ping_timeout_s)
-            else:
-                raise EngineDead(f"the engine of {self._settings.name} died with work in hand")
-
-    def _make_consumer(self) -> Consumer[PrefillJob] | Consumer[KvHandoff]:
-        pipe, card, settings = self._pipe, self._card, self._settings
-        if card.role == "decode":
-            decode = DecodeConsumer(
-                self._engine,
-                self._info,
-                card,
-                publisher=pipe.publisher,
-                terminals=pipe.terminals,
-                clock=pipe.clock,
-                in_flight=pipe.in_flight,
-                work=self._work,
-                alive=lambda: pipe.registry.workers,
-            )
-            spec = decode_consumer(card.pool)
-            return Consumer(
-                pipe.bus, pipe.publisher, spec, KvHandoff, decode.handle, decode.room, decode.fail, stage="decode", worker=card.worker
-            )
-        if card.role == "prefill":
-            worker: PrefillConsumer | AggregatedConsumer = PrefillConsumer(
-                self._engine,
-                card,
-                PrefillLimits(int(settings.held_blocks_share * self._info.capacity_blocks), settings.hold_s),
-                publisher=pipe.publisher,
-                terminals=pipe.terminals,
-                clock=pipe.clock,
-                in_flight=pipe.in_flight,
-                held=self._held,
-                work=self._work,
-            )
-        else:
-            worker = AggregatedConsumer(
-                self._engine,
-                card,
-                publisher=pipe.publisher,
-                terminals=pipe.terminals,
-                in_flight=pipe.in_flight,
-                work=self._work,
-            )
-        spec = prefill_consumer(card.lane)
-        return Consumer(
-            pipe.bus, pipe.publisher, spec, PrefillJob, worker.handle, worker.room, worker.fail, stage=card.role, worker=card.worker
-        )
-
-
-def card_of(settings: WorkerSettings, info: EngineInfo, now_ns: int) -> WorkerCard:
-    return WorkerCard(
-        worker=settings.name,
-        incarnation=secrets.token_hex(4),
-        role=settings.role,
-        model=info.model.model,
-        pool=pool_name(model_token(info.model.model), info.compatibility),
-        compatibility=info.compatibility,
-        capacity_blocks=info.capacity_blocks,
-        capacity_slots=info.capacity_slots,
-        max_model_len_tokens=info.model.max_model_len_tokens,
-        domain=settings.domain,
-        engine_id=info.engine_id,
-        side_channel_host=info.side_channel_host,
-        side_channel_port=info.side_channel_port,
-        started_ns=now_ns,
-    )
 
 
 async def run_until(stopping: asyncio.Event, loops: list[Loop], drain: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -34,14 +34,15 @@ DECODE_OPTIONS = {"simulated": ("num_blocks=16384", "slots=128"), "vllm": ()}
 
 SIMULATED_WORKLOAD = AgentSettings()
 VLLM_WORKLOAD = AgentSettings(
-    requests=40,
-    rate_per_s=0.25,
-    sessions=16,
+    requests=32,
+    rate_per_s=0.2,
+    sessions=12,
     open_sessions=8,
     prefixes=8,
     prefix_tokens=(900, 1100),
     user_tokens=(20, 60),
     answer_tokens=(4, 8),
+    burst_share=0.0,
     vocabulary_size=2000,
 )
 
@@ -206,21 +207,24 @@ def print_routing(figures: Sequence[RoutingFigures], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(one) for one in figures]))
         return
-    first = figures[0]
-    table = Table(box=SIMPLE)
-    for heading in ("policy", "done", "failed", "hit rate", "TTFT mean", "p50", "p99", "E2E mean", "p99", "per worker", "CPU"):
-        table.add_column(heading, justify="left" if heading in ("policy", "per worker") else "right")
+    first, table = figures[0], Table(box=SIMPLE)
+    table.add_column("")
     for one in figures:
-        times = (one.ttft_ms_mean, one.ttft_ms_p50, one.ttft_ms_p99, one.e2e_ms_mean, one.e2e_ms_p99)
-        table.add_row(
-            one.policy,
-            str(one.completed),
-            str(one.failed),
-            f"{one.hit_rate:.1%}",
-            *(f"{ms:,.0f} ms" for ms in times),
-            " ".join(str(count) for count in one.requests_by_worker.values()),
-            f"{one.cpu_busy:.0%}",
-        )
+        table.add_column(one.policy, justify="right")
+    rows: dict[str, Callable[[RoutingFigures], str]] = {
+        "completed": lambda one: str(one.completed),
+        "failed": lambda one: ", ".join(f"{count} {name}" for name, count in one.errors.items()) or "0",
+        "hit rate": lambda one: f"{one.hit_rate:.1%}",
+        "TTFT mean": lambda one: f"{one.ttft_ms_mean:,.0f} ms",
+        "TTFT p50": lambda one: f"{one.ttft_ms_p50:,.0f} ms",
+        "TTFT p99": lambda one: f"{one.ttft_ms_p99:,.0f} ms",
+        "end to end mean": lambda one: f"{one.e2e_ms_mean:,.0f} ms",
+        "end to end p99": lambda one: f"{one.e2e_ms_p99:,.0f} ms",
+        "requests by worker": lambda one: " ".join(str(count) for count in one.requests_by_worker.values()),
+        "CPU of this machine": lambda one: f"{one.cpu_busy:.0%}",
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(one) for one in figures))
     console = Console()
     console.print(
         f"{first.requests} requests at {first.rate_per_s:g}/s, {first.mean_prompt_tokens:,.0f} prompt tokens on average; "

@@ -48,6 +48,10 @@ EngineOptions = Annotated[
     typer.Option("--engine-option", help="KEY=VALUE, any option of the engine: `--engine-option max_num_seqs=16`. Repeatable."),
 ]
 Policy = Annotated[str, typer.Option("--policy", help="kv_aware, least_loaded, power_of_two, random or round_robin.")]
+RouterOptions = Annotated[
+    list[str] | None,
+    typer.Option("--router-option", help="KEY=VALUE of the router: `--router-option direct_max_new_tokens=256`. Repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
@@ -115,9 +119,7 @@ def start_logging() -> None:
 def router(
     name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
     policy: Policy = "kv_aware",
-    approximate_s: Annotated[
-        float, typer.Option(min=0.0, help="For engines without cache events: believe own decisions this many seconds.")
-    ] = 0.0,
+    router_option: RouterOptions = None,
     nats_url: NatsUrl = None,
     credentials: Credentials = None,
     tls_ca: TlsCa = None,
@@ -127,13 +129,11 @@ def router(
     """Run one router: gives each request to a worker."""
 
     async def body() -> None:
-        from .app import RouterSettings, run_router
+        from .app import router_settings, run_router
 
         start_logging()
         broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
-        await run_router(
-            RouterSettings(name=name, policy=policy, approximate_s=approximate_s), broker, topology_settings(), stop_on_signals()
-        )
+        await run_router(router_settings(name, policy, router_option or []), broker, topology_settings(), stop_on_signals())
 
     run(body)
 
@@ -153,12 +153,14 @@ def worker_command(role: "Role") -> Callable[..., None]:
         tls_key: TlsKey = None,
     ) -> None:
         async def body() -> None:
-            from .app import WorkerSettings, run_worker
-            from .engines import make_engine, parse_engine_options
+            from .app import WorkerSettings
+            from .engines import make_engine
+            from .options import parse_options
+            from .worker import run_worker
 
             start_logging()
             broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key)
-            made = make_engine(engine, model, served_model_name, parse_engine_options(engine_option or []))
+            made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
             settings = WorkerSettings(name=name, role=role, domain=domain)
             await run_worker(settings, made, broker, topology_settings(), stop_on_signals())
 
@@ -181,6 +183,7 @@ def up(
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     aggregated: Annotated[int, typer.Option(min=0, help="Aggregated workers.")] = 0,
     policy: Policy = "kv_aware",
+    router_option: RouterOptions = None,
     engine_option: EngineOptions = None,
     store: Annotated[Path | None, typer.Option(help="Folder of broker data and logs, kept. Else: a temporary one.")] = None,
     nats_url: NatsUrl = None,
@@ -196,8 +199,9 @@ def up(
         from .startup_view import StartupView
 
         broker = broker_settings(nats_url, credentials, tls_ca, tls_cert, tls_key) if nats_url else None
+        counts = (prefill, decode, aggregated)
         system = local_system(
-            engine, model, served_model_name, engine_option or [], policy, (prefill, decode, aggregated), store, broker, say
+            engine, model, served_model_name, engine_option or [], policy, counts, store, broker, say, router_option or []
         )
         with StartupView() as view:
             await run_local(system, stop_on_signals(), view.ready, view.show)
@@ -371,8 +375,8 @@ def bench_routing(
     policies: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "round_robin,least_loaded,kv_aware",
     engine: Annotated[str, typer.Option("--engine", help="simulated, or vllm (slow on CPUs: minutes for each policy).")] = "simulated",
     model: Annotated[str, typer.Option("--model", help="For vllm: demo, tiny, a folder, or a Hugging Face name.")] = "demo",
-    rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second. Else 12 simulated, 0.25 with vLLM.")] = None,
-    requests: Annotated[int | None, typer.Option(min=10, help="Else 500 simulated, 40 with vLLM.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second. Else 12 simulated, 0.2 with vLLM.")] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Else 500 simulated, 32 with vLLM.")] = None,
     speed: Annotated[float, typer.Option(min=0.01, help="Of simulated engines: 2 takes half the time of the timing model.")] = 0.5,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers. 0: 4 simulated, 2 with vLLM.")] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers. 0: 2 simulated, 1 with vLLM.")] = 0,

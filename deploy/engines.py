@@ -1,7 +1,5 @@
 """From command line options to an engine: the one place that knows which engines there are. Heavy imports happen on choice only."""
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,20 +10,6 @@ from ..schemas.errors import SetupError
 
 ENGINES = ("vllm", "simulated")
 DEMO = "demo"
-
-
-def parse_engine_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value is JSON where it reads as such, text otherwise. Raises SetupError."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not separator or not key:
-            raise SetupError(f"--engine-option takes KEY=VALUE, not {pair!r}")
-        try:
-            options[key.replace("-", "_")] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key.replace("-", "_")] = value
-    return options
 
 
 def make_engine(kind: str, model: str, served_model_name: str, options: dict[str, Any]) -> Engine:

@@ -20,9 +20,11 @@ from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
 from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
+from .app import router_settings
 from .demo_model import fetch
-from .engines import ENGINES, parse_engine_options
+from .engines import ENGINES
 from .nats_server import NatsServer
+from .options import parse_options
 from .supervisor import Child, Supervisor
 
 CANARY_TIMEOUT_S = 60.0
@@ -38,6 +40,7 @@ class LocalSystem:
     decode: int
     aggregated: int
     engine_arguments: Sequence[str]
+    router_arguments: Sequence[str] = ()
     broker: BrokerSettings | None = None
     broker_arguments: Sequence[str] = ()
     store: Path | None = None
@@ -54,6 +57,7 @@ def local_system(
     store: Path | None,
     broker: BrokerSettings | None,
     report: Callable[[str], None] = lambda _: None,
+    router_options: Sequence[str] = (),
 ) -> LocalSystem:
     """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for what can serve nothing.
 
@@ -65,7 +69,8 @@ def local_system(
     if not prefill and not aggregated:
         raise SetupError("no workers: give --prefill and --decode, or --aggregated")
     make_policy(policy)
-    parse_engine_options(engine_options)
+    router_settings("router-1", policy, router_options)
+    parse_options(engine_options, "--engine-option")
     if engine not in ENGINES:
         raise SetupError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
     if engine == "vllm":
@@ -76,6 +81,7 @@ def local_system(
     return LocalSystem(
         model=served_model_name or model,
         policy=policy,
+        router_arguments=[word for option in router_options for word in ("--router-option", option)],
         prefill=prefill,
         decode=decode,
         aggregated=aggregated,
@@ -114,7 +120,13 @@ def running_url() -> str | None:
 def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
     """The processes of the system, routers first. Pure."""
     connection = ["--nats-url", url, *system.broker_arguments]
-    children = [Child("router-1", ["router", "--name", "router-1", "--policy", system.policy, *connection], logs / "router-1.log")]
+    children = [
+        Child(
+            "router-1",
+            ["router", "--name", "router-1", "--policy", system.policy, *system.router_arguments, *connection],
+            logs / "router-1.log",
+        )
+    ]
     for role, count in (("prefill", system.prefill), ("decode", system.decode), ("aggregated", system.aggregated)):
         for number in range(1, count + 1):
             name = f"{role}-{number}"

@@ -47,14 +47,19 @@ def reachable(card: WorkerCard, cards: Mapping[str, WorkerCard]) -> bool:
     )
 
 
-def candidates(model: str, cards: Mapping[str, WorkerCard], loads: Mapping[str, WorkerLoad], ledger: LaneLedger) -> tuple[Candidate, ...]:
-    """Ready workers for `model`, in the order of their lanes. `loads` is by lane too."""
+def candidates(
+    model: str, cards: Mapping[str, WorkerCard], loads: Mapping[str, WorkerLoad], ledger: LaneLedger, *, direct: bool = False
+) -> tuple[Candidate, ...]:
+    """Ready workers for `model`, in the order of their lanes. `loads` is by lane too.
+
+    `direct`: decode workers too, which then do both legs.
+    """
     timings = known_timings(model, cards, loads)
     shared = timings[0] if timings else DEFAULT_TIMING
     return tuple(
         _candidate(card, loads.get(card.lane), ledger, shared)
         for card in sorted(cards.values(), key=lambda card: card.lane)
-        if card.model == model and card.state == "ready" and reachable(card, cards)
+        if card.model == model and card.state == "ready" and (reachable(card, cards) or (direct and card.role == "decode"))
     )
 
 

@@ -99,14 +99,21 @@ class PowerOfTwo:
 
 @dataclass(frozen=True)
 class KvAwareKnobs:
-    """`overlap_weight`: what a cached token is worth (0: ignore caches, 1: what it saves). `load_weight`: what a second of queued
+    """Times in seconds. `overlap_weight`: what a cached token is worth (0: ignore caches, 1: what it saves). `load_weight`: what a second of queued
     work counts (0: ignore load, above 1: spread more). `temperature_s`: 0 takes the best; above, others within about so many
     seconds of it are taken too, which spreads a hot prefix over more caches.
+
+    Conditional disaggregation: a prompt of which at most `direct_max_new_tokens` must be computed (0: none) may go to a decode
+    worker without a handoff, where the prefill there, with its cost to the `interference_weight` of the answers running there,
+    is less than the way over a prefill worker with its handoff of `handoff_s`.
     """
 
     overlap_weight: float = 1.0
     load_weight: float = 1.0
     temperature_s: float = 0.0
+    direct_max_new_tokens: int = 0
+    handoff_s: float = 0.03
+    interference_weight: float = 0.5
 
 
 class KvAware:
@@ -121,6 +128,7 @@ class KvAware:
         self._turn = seed
 
     def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+        candidates = [candidate for candidate in candidates if self._may_have(candidate, query)] or candidates
         scores = {candidate.lane: self._expected_s(candidate, query) for candidate in candidates}
         chosen = self._pick(candidates, scores)
         reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query)}"
@@ -128,7 +136,15 @@ class KvAware:
 
     def _expected_s(self, candidate: Candidate, query: Query) -> float:
         new_tokens = query.prompt_length_tokens - self._knobs.overlap_weight * query.cached_tokens(candidate.lane)
-        return self._knobs.load_weight * candidate.work_s + candidate.timing.seconds(new_tokens)
+        prefill_s = candidate.timing.seconds(new_tokens)
+        expected_s = self._knobs.load_weight * candidate.work_s + prefill_s
+        if candidate.role == "decode":
+            return expected_s + self._knobs.interference_weight * candidate.running_requests * prefill_s
+        return expected_s + (self._knobs.handoff_s if candidate.role == "prefill" and self._knobs.direct_max_new_tokens else 0.0)
+
+    def _may_have(self, candidate: Candidate, query: Query) -> bool:
+        new_tokens = query.prompt_length_tokens - query.cached_tokens(candidate.lane)
+        return candidate.role != "decode" or new_tokens <= self._knobs.direct_max_new_tokens
 
     def _pick(self, candidates: Sequence[Candidate], scores: Mapping[str, float]) -> Candidate:
         best = min(scores.values())
@@ -163,8 +179,8 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
 DEFAULT_POLICY = "kv_aware"
 
 
-def make_policy(name: str, seed: int = 0) -> Policy:
-    """Raises SetupError naming the policies there are."""
+def make_policy(name: str, seed: int = 0, knobs: KvAwareKnobs | None = None) -> Policy:
+    """`knobs` are those of `kv_aware`. Raises SetupError naming the policies there are."""
     if name not in POLICIES:
         raise SetupError(f"no routing policy is called {name!r}; there are {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](seed)
+    return KvAware(seed, knobs) if name == "kv_aware" else POLICIES[name](seed)

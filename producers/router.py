@@ -61,6 +61,7 @@ class Router:
         registry: Registry,
         catalogue: ModelCatalogue,
         index: PrefixIndex,
+        direct: bool = False,
         slots: int = 64,
     ) -> None:
         self._name = name
@@ -73,6 +74,7 @@ class Router:
         self._registry = registry
         self._catalogue = catalogue
         self._index = index
+        self._direct = direct
         self._ledger = LaneLedger()
         self._slots = slots
         self._in_hand = 0
@@ -124,7 +126,7 @@ class Router:
 
     def _case(self, request: InferenceRequest, card: ModelCard) -> _Case:
         """Raises NoWorker when nobody can take it now: the request stays in its queue."""
-        choice = candidates(request.model, self._registry.workers, self._loads, self._ledger)
+        choice = candidates(request.model, self._registry.workers, self._loads, self._ledger, direct=self._direct)
         if not choice:
             raise NoWorker(f"no worker for {request.model} is ready with a compatible peer")
         root = root_hash(request.model, request.lora, request.cache_salt)

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
-from jetwake.deploy.app import RouterSettings, WorkerSettings, run_router, run_worker
+from jetwake.deploy.app import RouterSettings, WorkerSettings, run_router
 from jetwake.deploy.local import wait_until_served
+from jetwake.deploy.worker import run_worker
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.producers.client import Client
 
@@ -21,9 +22,9 @@ class Fleet:
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start_router(self, name: str = "router-1", policy: str = "least_loaded") -> None:
+    def start_router(self, name: str = "router-1", policy: str = "least_loaded", **options: Any) -> None:
         stop = self._stops[name] = asyncio.Event()
-        settings = RouterSettings(name=name, policy=policy)
+        settings = RouterSettings(name=name, policy=policy, **options)
         self._tasks[name] = asyncio.create_task(run_router(settings, self.broker, TopologySettings(), stop))
 
     def start_worker(self, role: Any, name: str, worker_options: dict[str, Any] | None = None, **engine_options: Any) -> None:
@@ -69,12 +70,18 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet_of(
-    url: str, prefill: int = 0, decode: int = 0, aggregated: int = 0, policy: str = "least_loaded", **engine_options: Any
+    url: str,
+    prefill: int = 0,
+    decode: int = 0,
+    aggregated: int = 0,
+    policy: str = "least_loaded",
+    router: dict[str, Any] | None = None,
+    **engine_options: Any,
 ) -> AsyncGenerator[tuple[Fleet, Client]]:
     """Yields when a request was served."""
     model = engine_options.get("model", MODEL)
     fleet = Fleet(BrokerSettings(url=url))
-    fleet.start_router(policy=policy)
+    fleet.start_router(policy=policy, **(router or {}))
     for role, count in (("prefill", prefill), ("decode", decode), ("aggregated", aggregated)):
         for number in range(1, count + 1):
             fleet.start_worker(role, f"{role}-{number}", **engine_options)

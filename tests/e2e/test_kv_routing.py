@@ -153,3 +153,15 @@ async def test_explanations_before_and_after(own_server: NatsServer) -> None:
 
         with pytest.raises(NoWorker, match="remembers nobody-knows"):
             await client.explain(request_id="nobody-knows")
+
+
+async def test_short_prompts_may_skip_the_prefill_worker_and_long_ones_do_not(own_server: NatsServer) -> None:
+    options = {"direct_max_new_tokens": 64}
+    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", router=options, timing=DYNAMO_DEFAULT) as (fleet, client):
+        short, long = await ask(client, prefix_of(1, 40)), await ask(client, prefix_of(2, 400))
+        assert (short.prefill_worker, short.decode_worker, short.kv_bytes) == ("decode-1", "decode-1", 0)
+        assert (long.prefill_worker, long.decode_worker, long.kv_bytes > 0) == ("prefill-1", "decode-1", True)
+        cached_there = await ask(client, [*prefix_of(2, 400), *[3] * 20])
+        assert cached_there.prefill_worker == "decode-1", "what it pulled is in its cache, so little is new"
+        assert cached_there.cached_tokens == cached_there.predicted_cached_tokens == 400
+        assert all(engine.stats().used_blocks == 0 for engine in fleet.engines.values())
