@@ -16,7 +16,7 @@ from ..pipeline.in_flight import InFlight
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import RequestCancelled, Undecodable
+from ..schemas.errors import RequestEnded, Undecodable
 from ..schemas.prefill import ReleaseKv
 from ..schemas.requests import InferenceRequest
 from .engine import Engine
@@ -84,8 +84,8 @@ class HeldHandoffs:
             held = still_held.get(engine_request_id)
             if held is None:
                 self._drop(engine_request_id)
-            elif self._in_flight.is_cancelled(handoff.request.request_id):
-                await self._cancel(handoff.request, engine_request_id)
+            elif ending := self._in_flight.ending(handoff.request, "while its handoff waited"):
+                await self._end(handoff.request, engine_request_id, ending)
             elif now_ns >= handoff.hold_until_ns:
                 await self.release(engine_request_id)
             elif held.lease_remaining_s < self._lease_s * 2 / 3:
@@ -93,10 +93,10 @@ class HeldHandoffs:
         if due:
             await self._engine.extend(due, self._lease_s)
 
-    async def _cancel(self, request: InferenceRequest, engine_request_id: str) -> None:
+    async def _end(self, request: InferenceRequest, engine_request_id: str, ending: RequestEnded) -> None:
         """Between the two legs nobody else may hold the request: free the blocks and end it here. The first terminal wins."""
         await self.release(engine_request_id)
-        await self._endings.ended_early(request, RequestCancelled("cancelled while its handoff waited"))
+        await self._endings.ended_early(request, ending)
 
     def _drop(self, engine_request_id: str) -> None:
         handoff = self._held.pop(engine_request_id, None)

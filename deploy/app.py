@@ -27,6 +27,7 @@ from ..producers.explainer import Explainer
 from ..producers.index_feed import IndexFeed
 from ..producers.policies import DEFAULT_POLICY, KvAwareKnobs, make_policy
 from ..producers.prefix_index import PrefixIndex
+from ..producers.rebalance import Rebalancer
 from ..producers.router import Router
 from ..producers.takeover import Takeover
 from ..schemas.codec import first_complaint
@@ -175,6 +176,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.stop(settings.grace_s))
 
+        rebalancer = Rebalancer(pipe.bus, router, pipe.endings)
         takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name)
 
         async def route() -> None:
@@ -183,7 +185,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.run())
 
-        await run_until(stopping, [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), route()], drain)
+        await run_until(stopping, [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), rebalancer.run(), route()], drain)
 
 
 async def run_until(stopping: asyncio.Event, loops: list[Loop], drain: Callable[[], Coroutine[Any, Any, None]]) -> None:

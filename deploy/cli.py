@@ -377,7 +377,7 @@ def bench_routing(
     model: Annotated[str, typer.Option("--model", help="For vllm: demo, tiny, a folder, or a Hugging Face name.")] = "demo",
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second. Else 12 simulated, 0.2 with vLLM.")] = None,
     requests: Annotated[int | None, typer.Option(min=10, help="Else 500 simulated, 32 with vLLM.")] = None,
-    speed: Annotated[float, typer.Option(min=0.01, help="Of simulated engines: 2 takes half the time of the timing model.")] = 0.5,
+    speed: Annotated[float, typer.Option(min=0.01, help="Of simulated engines: 2 takes half the time of the timing model.")] = 0.6,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers. 0: 4 simulated, 2 with vLLM.")] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers. 0: 2 simulated, 1 with vLLM.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,

@@ -5,8 +5,8 @@ Writes terminals (through `pipeline.terminals`), dead letters, and requests with
 
 from ..schemas import subjects
 from ..schemas.codec import encode
-from ..schemas.errors import DeadlineExceeded, JetwakeError, RequestCancelled, RequestEnded
-from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
+from ..schemas.errors import DeadlineExceeded, JetwakeError, RequestCancelled, RequestEnded, RequestSuperseded
+from ..schemas.replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
 from .terminals import Terminals
@@ -21,7 +21,9 @@ class Endings:
         self._terminals = terminals
 
     async def ended_early(self, request: InferenceRequest, ending: RequestEnded) -> None:
-        """The reply for a request that its owner cancelled or whose deadline passed."""
+        """The reply for a request that its owner cancelled or whose deadline passed; none for an attempt that a later one replaced."""
+        if isinstance(ending, RequestSuperseded):
+            return
         if isinstance(ending, RequestCancelled):
             await self._terminals.end(
                 request,
@@ -77,6 +79,16 @@ class Endings:
             following,
             message_id=subjects.message_id(request.request_id, "request", following.attempt),
             headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+        )
+
+    async def replace(self, request: InferenceRequest, error: JetwakeError) -> None:
+        """Another attempt elsewhere, because it would be sooner there; whoever holds this one ends it without a word."""
+        await self.again(request, error, is_fault=False)
+        notice = CancelRequest(request_id=request.request_id, below_attempt=request.attempt + 1, reason=str(error))
+        await self._publisher.store(
+            subjects.cancel(request.request_id),
+            notice,
+            message_id=subjects.message_id(request.request_id, "replace", request.attempt),
         )
 
     async def _give_up(self, request: InferenceRequest, error: JetwakeError) -> None:

@@ -5,17 +5,23 @@ its deadline (server time) passes. Cancels are remembered for a while, because o
 """
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ..schemas import subjects
-from ..schemas.errors import DeadlineExceeded, RequestCancelled
+from ..schemas.codec import decode
+from ..schemas.errors import DeadlineExceeded, RequestCancelled, RequestEnded, RequestSuperseded, Undecodable
+from ..schemas.replies import CancelRequest
 from ..schemas.requests import InferenceRequest
 from .clock import ServerClock
 from .connection import Bus, RawMessage, Subscription
 
+log = logging.getLogger(__name__)
+
 REMEMBERED_CANCELS = 100_000
+ALL_ATTEMPTS = 1 << 30
 
 
 class InFlight:
@@ -24,8 +30,8 @@ class InFlight:
     def __init__(self, bus: Bus, clock: ServerClock) -> None:
         self._bus = bus
         self._clock = clock
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._scopes: dict[str, asyncio.Timeout] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._scopes: dict[str, tuple[int, asyncio.Timeout]] = {}
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
@@ -34,43 +40,54 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._scopes)
 
-    def is_cancelled(self, request_id: str) -> bool:
-        return request_id in self._cancelled
+    def ending(self, request: InferenceRequest, where: str) -> RequestEnded | None:
+        """How this attempt was ended by others, if it was: its owner cancelled the request, or a later attempt goes on."""
+        below_attempt = self._ended.get(request.request_id)
+        if below_attempt is None:
+            return None
+        if below_attempt == ALL_ATTEMPTS:
+            return RequestCancelled(f"cancelled {where}")
+        return RequestSuperseded(f"superseded {where}") if request.attempt < below_attempt else None
 
     def check(self, request: InferenceRequest, phase: str) -> None:
-        """Raises RequestCancelled or DeadlineExceeded; `phase` goes into the text."""
-        if self.is_cancelled(request.request_id):
-            raise RequestCancelled(f"cancelled before {phase}")
+        """Raises RequestCancelled, RequestSuperseded or DeadlineExceeded; `phase` goes into the text."""
+        if ending := self.ending(request, f"before {phase}"):
+            raise ending
         if request.deadline_ns and self._clock.now_ns() >= request.deadline_ns:
             raise DeadlineExceeded(f"deadline passed before {phase}")
 
     @asynccontextmanager
     async def guard(self, request: InferenceRequest, phase: str) -> AsyncGenerator[None]:
-        """Ends its body with RequestCancelled or DeadlineExceeded when either happens, after the body's own clean-up."""
+        """Ends its body with what `check` raises when that comes true, after the body's own clean-up."""
         self.check(request, phase)
         scope: asyncio.Timeout | None = None
         try:
             async with asyncio.timeout(self._remaining_s(request)) as scope:
-                self._scopes[request.request_id] = scope
+                self._scopes[request.request_id] = (request.attempt, scope)
                 yield
         except TimeoutError:
             if scope is None or not scope.expired():
                 raise
-            if self.is_cancelled(request.request_id):
-                raise RequestCancelled(f"cancelled during {phase}") from None
+            if ending := self.ending(request, f"during {phase}"):
+                raise ending from None
             raise DeadlineExceeded(f"deadline passed during {phase}") from None
         finally:
-            if self._scopes.get(request.request_id) is scope:
+            if self._scopes.get(request.request_id) == (request.attempt, scope):
                 del self._scopes[request.request_id]
 
     def _remaining_s(self, request: InferenceRequest) -> float | None:
         return max(0.0, (request.deadline_ns - self._clock.now_ns()) / 1e9) if request.deadline_ns else None
 
     def _on_cancel(self, message: RawMessage) -> None:
-        request_id = subjects.last_token(message.subject)
-        self._cancelled[request_id] = None
-        if len(self._cancelled) > REMEMBERED_CANCELS:
-            self._cancelled.popitem(last=False)
-        scope = self._scopes.get(request_id)
-        if scope is not None:
+        try:
+            cancel = decode(message.data, CancelRequest)
+        except Undecodable as error:
+            log.warning("a cancel that cannot be read: %s", error)
+            return
+        below_attempt = cancel.below_attempt or ALL_ATTEMPTS
+        self._ended[cancel.request_id] = max(below_attempt, self._ended.get(cancel.request_id, 0))
+        if len(self._ended) > REMEMBERED_CANCELS:
+            self._ended.popitem(last=False)
+        attempt, scope = self._scopes.get(cancel.request_id, (below_attempt, None))
+        if scope is not None and attempt < below_attempt:
             scope.reschedule(asyncio.get_running_loop().time())

@@ -21,13 +21,14 @@ from ..schemas.errors import (
     NoWorker,
     Overloaded,
     RequestCancelled,
+    RequestSuperseded,
     StreamFull,
     StreamMissing,
 )
 from .backoff import backoff_s
 
 NOT_NOW = (NoWorker, Overloaded, StreamFull, BrokerUnavailable, StreamMissing)
-ENDED = (RequestCancelled, DeadlineExceeded)
+ENDED = (RequestCancelled, RequestSuperseded, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ storage) is an error in the broker's own words.
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.errors import StreamMissing
+from ..schemas.errors import BusRejected, StreamMissing
 from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, StreamSpec
 from .connection import Bus
 from .jetstream import Json, api, bucket_stream, key_subject
@@ -69,6 +69,15 @@ async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
     try:
         await api(bus, f"CONSUMER.DELETE.{stream}.{durable}")
     except StreamMissing:
+        return False
+    return True
+
+
+async def delete_message(bus: Bus, stream: str, sequence: int) -> bool:
+    """Takes one message out of a stream, whoever holds it. False when it was not there (any more)."""
+    try:
+        await api(bus, f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
+    except BusRejected:
         return False
     return True
 

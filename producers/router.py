@@ -28,13 +28,14 @@ from ..schemas.routing import ConsideredLane, Explanation, Routed
 from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
 from .fleet import Candidate, candidates
-from .lane_ledger import LaneLedger
+from .lane_ledger import Booking, LaneLedger
 from .policies import Decision, Policy, Query, describe
 from .prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_DECISIONS = 10_000
+REMEMBERED_LANES = 1_000
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Router:
         self._slots = slots
         self._in_hand = 0
         self._loads: dict[str, WorkerLoad] = {}
+        self._last_fetched: OrderedDict[str, int] = OrderedDict()
         self._models: dict[str, ModelCard] = {}
         self._decisions: OrderedDict[str, tuple[_Case, Decision]] = OrderedDict()
         registry.on_change(self._forget_the_dead)
@@ -121,6 +123,28 @@ class Router:
         """Where this request went, while it is remembered; None when this router did not decide it."""
         decided = self._decisions.get(request_id)
         return None if decided is None else self._explanation(*decided)
+
+    # -- what waits, for `rebalance` --------------------------------------------------------------------------------------
+
+    def fleets(self) -> dict[str, tuple[Candidate, ...]]:
+        """By model: the workers there are."""
+        models = {card.model for card in self._registry.workers.values()}
+        return {model: candidates(model, self._registry.workers, self._loads, self._ledger) for model in models}
+
+    def queued(self, lane: str) -> list[Booking]:
+        return self._ledger.queued(lane)
+
+    def decided(self, request_id: str) -> InferenceRequest | None:
+        """The request as this router last routed it, while that is remembered."""
+        decided = self._decisions.get(request_id)
+        return decided[0].request if decided else None
+
+    def had_taken(self, lane: str, sequence: int) -> bool:
+        """Whether a lane that is gone had fetched this far. True when its last word was not heard: that errs to the safe side."""
+        return sequence <= self._last_fetched.get(lane, sequence)
+
+    def withdraw(self, booking: Booking) -> None:
+        self._ledger.withdraw(booking)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +207,7 @@ class Router:
         await self._publisher.send(subjects.routed(self._name), routed)
 
     def _remember(self, case: _Case, decision: Decision) -> None:
+        self._decisions.pop(case.request.request_id, None)
         self._decisions[case.request.request_id] = (case, decision)
         if len(self._decisions) > REMEMBERED_DECISIONS:
             self._decisions.popitem(last=False)
@@ -244,6 +269,10 @@ class Router:
     def _forget_the_dead(self) -> None:
         lanes = self._living_lanes()
         for gone in (self._loads.keys() | self._ledger.lanes) - lanes:
-            self._loads.pop(gone, None)
+            last = self._loads.pop(gone, None)
+            if last is not None:
+                self._last_fetched[gone] = last.fetched_sequence
             self._ledger.forget(gone)
+        while len(self._last_fetched) > REMEMBERED_LANES:
+            self._last_fetched.popitem(last=False)
         self._models.clear()  # a new worker may have announced another limit

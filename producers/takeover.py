@@ -6,7 +6,7 @@ of its own, and puts each request back on `jw.requests.<model>.<class>`. Several
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..pipeline.connection import Bus
 from ..pipeline.consume import Consumer, Delivery
@@ -28,12 +28,23 @@ SLOTS = 64
 
 
 class Takeover:
-    def __init__(self, bus: Bus, publisher: Publisher, endings: Endings, registry: Registry, router: str) -> None:
+    """`had_taken` says whether a dead lane had taken the job with this sequence: only then may the job be why it died."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        endings: Endings,
+        registry: Registry,
+        router: str,
+        had_taken: Callable[[str, int], bool],
+    ) -> None:
         self._bus = bus
         self._publisher = publisher
         self._endings = endings
         self._registry = registry
         self._router = router
+        self._had_taken = had_taken
         self._suspects: frozenset[str] = frozenset()
         self._taken = 0
 
@@ -82,7 +93,9 @@ class Takeover:
     async def _again(self, delivery: Delivery[PrefillJob]) -> None:
         self._taken += 1
         try:
-            await self._endings.again(delivery.message.request, NoWorker("the worker that had this request died"))
+            request, lane = delivery.message.request, last_token(delivery.subject)
+            error = NoWorker("the worker that had this request died")
+            await self._endings.again(request, error, is_fault=self._had_taken(lane, delivery.sequence))
         finally:
             self._taken -= 1
 

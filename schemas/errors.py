@@ -11,6 +11,7 @@ JetwakeError
 ├── RequestEnded              what a waiting caller gets instead of tokens
 │   ├── RequestFailed         ended with a failed reply; carries the reply's code
 │   ├── RequestCancelled      ended because somebody cancelled it
+│   ├── RequestSuperseded     a later attempt of it goes on elsewhere: this one ends without a word
 │   └── DeadlineExceeded      its deadline passed before it was done
 ├── BusError                  the broker or the way to it
 │   ├── BrokerUnavailable     no connection, or no answer in time (the outcome is unknown: send again, same id)
@@ -85,6 +86,10 @@ class RequestFailed(RequestEnded):
 
 class RequestCancelled(RequestEnded):
     code = "cancelled"
+
+
+class RequestSuperseded(RequestEnded):
+    code = "superseded"
 
 
 class DeadlineExceeded(RequestEnded):

@@ -82,10 +82,14 @@ Reply = Annotated[TokenChunk | Finished | Failed | Cancelled | Expired, Field(di
 
 
 class CancelRequest(Message):
-    """On `jw.cancel.<request>`: whoever holds this request ends it."""
+    """On `jw.cancel.<request>`: whoever holds this request ends it.
+
+    With `below_attempt` only earlier attempts are meant: they end without a word, because a later one goes on.
+    """
 
     type: Literal["cancel"] = "cancel"
     request_id: SafeToken
+    below_attempt: int = Field(default=0, ge=0)
     reason: str = ""
 
 

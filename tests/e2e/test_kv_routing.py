@@ -6,7 +6,7 @@ import random
 import pytest
 from fleet import fleet_of
 
-from jetwake.consumers.timing import DYNAMO_DEFAULT
+from jetwake.consumers.timing import DYNAMO_DEFAULT, PolynomialTiming
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.producers.client import Answer, Client
@@ -165,3 +165,19 @@ async def test_short_prompts_may_skip_the_prefill_worker_and_long_ones_do_not(ow
         assert cached_there.prefill_worker == "decode-1", "what it pulled is in its cache, so little is new"
         assert cached_there.cached_tokens == cached_there.predicted_cached_tokens == 400
         assert all(engine.stats().used_blocks == 0 for engine in fleet.engines.values())
+
+
+async def test_what_waits_behind_others_is_taken_back_when_a_worker_comes_to_idle(own_server: NatsServer) -> None:
+    """All jobs are queued on the only worker there is; a second one comes, and gets work that was not meant for it."""
+    options = {"slots": 1, "timing": PolynomialTiming((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))}  # a millisecond for each token
+    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", **options) as (fleet, client):
+        for _ in range(3):
+            await ask(client, prefix_of(9, 20))  # the router learns what a prefill takes
+        waiting = [asyncio.create_task(ask(client, prefix_of(number, 800))) for number in range(8)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        fleet.start_worker("prefill", "prefill-2", **options)
+        answers = await asyncio.gather(*waiting)
+        moved = [answer for answer in answers if answer.attempts > 1]
+        assert moved
+        assert {answer.prefill_worker for answer in moved} == {"prefill-2"}
+        assert all(len(answer.token_ids) == 2 for answer in answers)

@@ -121,7 +121,7 @@ EXAMPLES: tuple[Message, ...] = (
     Failed(**ENDING, code="pull_failed", text="the KV cache could not be pulled"),
     Cancelled(**ENDING),
     Expired(**ENDING, phase="decode"),
-    CancelRequest(request_id="req-1", reason="client left"),
+    CancelRequest(request_id="req-1", below_attempt=2, reason="client left"),
     DeadLetter(
         stage="prefill",
         subject="jw.prefill.p-1-i-1",
