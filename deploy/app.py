@@ -176,8 +176,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.stop(settings.grace_s))
 
-        rebalancer = Rebalancer(pipe.bus, router, pipe.endings)
-        takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name)
+        takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name, router.had_taken)
 
         async def route() -> None:
             await feed.wait_until_synced(SYNC_S)
@@ -185,7 +184,10 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.run())
 
-        await run_until(stopping, [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), rebalancer.run(), route()], drain)
+        loops = [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), route()]
+        if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
+            loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
+        await run_until(stopping, loops, drain)
 
 
 async def run_until(stopping: asyncio.Event, loops: list[Loop], drain: Callable[[], Coroutine[Any, Any, None]]) -> None:
