@@ -72,6 +72,7 @@ class RouterSettings(BaseModel):
     overlap_weight: float = Field(default=1.0, ge=0.0)
     load_weight: float = Field(default=1.0, ge=0.0)
     temperature_s: float = Field(default=0.0, ge=0.0)
+    session_affinity_s: float = Field(default=0.0, ge=0.0)
     approximate_s: float = Field(
         default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
     )
@@ -79,7 +80,13 @@ class RouterSettings(BaseModel):
     grace_s: float = Field(default=10.0, gt=0.0)
 
     def knobs(self) -> KvAwareKnobs:
-        return KvAwareKnobs(self.overlap_weight, self.load_weight, self.temperature_s, self.direct_max_new_tokens)
+        return KvAwareKnobs(
+            overlap_weight=self.overlap_weight,
+            load_weight=self.load_weight,
+            temperature_s=self.temperature_s,
+            session_affinity_s=self.session_affinity_s,
+            direct_max_new_tokens=self.direct_max_new_tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,7 @@ class Client:
         request_id: str | None = None,
         lora: str = "",
         cache_salt: str = "",
+        session: str = "",
         **sampling: Any,
     ) -> InferenceRequest:
         """The request as it would be published. `prompt`: text, token ids, or chat messages; `sampling`: the fields of `Sampling`.
@@ -245,6 +246,7 @@ class Client:
                 sampling=Sampling(**sampling),
                 lora=lora,
                 cache_salt=cache_salt,
+                session=session,
                 submitted_ns=now_ns,
                 deadline_ns=now_ns + int(timeout_s * 1e9),
             )

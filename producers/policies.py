@@ -15,12 +15,15 @@ from .fleet import Candidate
 
 @dataclass(frozen=True)
 class Query:
-    """What a policy may know of a request. `matched_blocks`: by lane, how many leading blocks of the prompt are cached there."""
+    """What a policy may know of a request. `matched_blocks`: by lane, how many leading blocks of the prompt are cached there.
+    `session_lane`: where the last turn of the same session went.
+    """
 
     request_id: str
     prompt_length_tokens: int
     block_size_tokens: int = 16
     matched_blocks: Mapping[str, int] = field(default_factory=dict[str, int])
+    session_lane: str = ""
 
     def cached_tokens(self, lane: str) -> int:
         """What that worker's engine will find in its cache: it always computes the last token itself."""
@@ -103,6 +106,8 @@ class KvAwareKnobs:
     work counts (0: ignore load, above 1: spread more). `temperature_s`: 0 takes the best; above, others within about so many
     seconds of it are taken too, which spreads a hot prefix over more caches.
 
+    `session_affinity_s`: how many seconds sooner another worker must be to get the next turn of a session.
+
     Conditional disaggregation: a prompt of which at most `direct_max_new_tokens` must be computed (0: none) may go to a decode
     worker without a handoff, where the prefill there, with its cost to the `interference_weight` of the answers running there,
     is less than the way over a prefill worker with its handoff of `handoff_s`.
@@ -111,6 +116,7 @@ class KvAwareKnobs:
     overlap_weight: float = 1.0
     load_weight: float = 1.0
     temperature_s: float = 0.0
+    session_affinity_s: float = 0.0
     direct_max_new_tokens: int = 0
     handoff_s: float = 0.03
     interference_weight: float = 0.5
@@ -138,6 +144,8 @@ class KvAware:
         new_tokens = query.prompt_length_tokens - self._knobs.overlap_weight * query.cached_tokens(candidate.lane)
         prefill_s = candidate.timing.seconds(new_tokens)
         expected_s = self._knobs.load_weight * candidate.work_s + prefill_s
+        if query.session_lane not in ("", candidate.lane):
+            expected_s += self._knobs.session_affinity_s
         if candidate.role == "decode":
             return expected_s + self._knobs.interference_weight * candidate.running_requests * prefill_s
         return expected_s + (self._knobs.handoff_s if candidate.role == "prefill" and self._knobs.direct_max_new_tokens else 0.0)

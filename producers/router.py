@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_DECISIONS = 10_000
 REMEMBERED_LANES = 1_000
+INTERACTIVE_PER_BATCH = 16
+"""The small share of batch: one request for so many interactive ones, even when no worker is free."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Router:
         self._direct = direct
         self._ledger = LaneLedger()
         self._slots = slots
-        self._in_hand = 0
+        self._in_hand = self._interactive_since_batch = 0
+        self._session_lanes: OrderedDict[str, str] = OrderedDict()
         self._loads: dict[str, WorkerLoad] = {}
         self._last_fetched: OrderedDict[str, int] = OrderedDict()
         self._models: dict[str, ModelCard] = {}
@@ -93,12 +96,18 @@ class Router:
         return self._slots - self._in_hand
 
     def batch_room(self) -> int:
-        """Batch requests never take the last eighth of the slots, so that interactive ones need not wait for them."""
-        return self._slots - self._slots // 8 - self._in_hand
+        """Batch requests go only where one can start at once, so that no interactive one finds a queue of them before it.
+
+        They get a small share all the same: one for every so many interactive ones, however busy the workers are.
+        """
+        startable = sum(max(0, worker.free_slots - worker.queued_requests) for choice in self.fleets().values() for worker in choice)
+        due = self._interactive_since_batch // INTERACTIVE_PER_BATCH
+        return min(self._slots - self._slots // 8 - self._in_hand, max(startable, due))
 
     async def handle(self, delivery: Delivery[InferenceRequest]) -> None:
         request = delivery.message
         self._in_hand += 1
+        self._interactive_since_batch = self._interactive_since_batch + 1 if request.priority_class == "interactive" else 0
         try:
             self._in_flight.check(request, "routing")
             card = await self._model_card(request.model)
@@ -156,7 +165,14 @@ class Router:
         root = root_hash(request.model, request.lora, request.cache_salt)
         hashes = block_hashes(request.prompt_tokens, card.block_size_tokens, root)
         matches = self._index.match(hashes, time.monotonic())
-        return _Case(request, hashes, Query(request.request_id, request.prompt_length_tokens, card.block_size_tokens, matches), choice)
+        query = Query(
+            request.request_id,
+            request.prompt_length_tokens,
+            card.block_size_tokens,
+            matches,
+            self._session_lanes.get(session_key(request), ""),
+        )
+        return _Case(request, hashes, query, choice)
 
     async def _route(self, case: _Case) -> None:
         choice = case.choice
@@ -211,6 +227,11 @@ class Router:
         self._decisions[case.request.request_id] = (case, decision)
         if len(self._decisions) > REMEMBERED_DECISIONS:
             self._decisions.popitem(last=False)
+        if case.request.session:
+            self._session_lanes[session_key(case.request)] = decision.lane
+            self._session_lanes.move_to_end(session_key(case.request))
+            if len(self._session_lanes) > REMEMBERED_DECISIONS:
+                self._session_lanes.popitem(last=False)
 
     def _explanation(self, case: _Case, decision: Decision) -> Explanation:
         by_score = sorted(case.choice, key=lambda candidate: decision.scores.get(candidate.lane, float("inf")))
@@ -276,3 +297,8 @@ class Router:
         while len(self._last_fetched) > REMEMBERED_LANES:
             self._last_fetched.popitem(last=False)
         self._models.clear()  # a new worker may have announced another limit
+
+
+def session_key(request: InferenceRequest) -> str:
+    """Sessions are their tenant's own: equal names under other models or salts are other sessions."""
+    return f"{len(request.model)}:{request.model}{len(request.cache_salt)}:{request.cache_salt}{request.session}" if request.session else ""

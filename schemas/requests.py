@@ -60,6 +60,7 @@ class InferenceRequest(Message):
     sampling: Sampling = Sampling()
     lora: str = ""
     cache_salt: str = ""
+    session: str = Field(default="", max_length=256, description="turns of one conversation or agent: routers may keep them together")
     attempt: int = Field(default=1, ge=1)
     failures: int = Field(default=0, ge=0, description="attempts that ended in a fault; being moved to another worker is none")
     submitted_ns: int = 0

@@ -181,3 +181,23 @@ async def test_what_waits_behind_others_is_taken_back_when_a_worker_comes_to_idl
         assert moved
         assert {answer.prefill_worker for answer in moved} == {"prefill-2"}
         assert all(len(answer.token_ids) == 2 for answer in answers)
+
+
+async def test_interactive_requests_do_not_queue_behind_batch_and_batch_is_not_starved(own_server: NatsServer) -> None:
+    """Sixty batch requests are there first; of the interactive ones that come then, none waits for more than what runs."""
+    timing = PolynomialTiming((0.0, 0.1, 0.0), (0.0, 0.0, 1.0))  # 20 ms for a prompt of these
+    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", slots=2, timing=timing) as (_, client):
+        done: list[str] = []
+
+        async def one(number: int, priority_class: str) -> None:
+            await client.generate(prefix_of(number, 200), max_tokens=2, temperature=0.0, priority_class=priority_class)
+            done.append(priority_class)
+
+        async with asyncio.TaskGroup() as tasks:
+            batch = [tasks.create_task(one(number, "batch")) for number in range(60)]
+            await asyncio.wait(batch, return_when=asyncio.FIRST_COMPLETED)
+            for number in range(100, 110):
+                tasks.create_task(one(number, "interactive"))
+        last_interactive = max(place for place, priority_class in enumerate(done) if priority_class == "interactive")
+        assert done[:last_interactive].count("batch") < 40
+        assert done.count("batch") == 60

@@ -153,3 +153,10 @@ def test_a_temperature_lets_close_seconds_be_taken_too_and_never_the_far() -> No
 def test_the_last_token_is_never_counted_as_cached() -> None:
     assert Query("r", 32, 16, {"a": 2}).cached_tokens("a") == 16
     assert Query("r", 33, 16, {"a": 2}).cached_tokens("a") == 32
+
+
+def test_a_session_stays_until_another_worker_is_sooner_by_more_than_the_affinity() -> None:
+    policy = aware(session_affinity_s=0.1)
+    query = replace(matched(), session_lane="b")
+    assert policy.choose([candidate("a"), replace(candidate("b"), queued_work_s=0.05)], query).lane == "b"
+    assert policy.choose([candidate("a"), replace(candidate("b"), queued_work_s=0.5)], query).lane == "a"

@@ -54,6 +54,7 @@ REQUEST = InferenceRequest(
     sampling=SAMPLING,
     lora="adapter",
     cache_salt="tenant",
+    session="conversation-1",
     attempt=2,
     failures=1,
     submitted_ns=1_700_000_000_000_000_001,
