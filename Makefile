@@ -25,7 +25,7 @@ check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/lint-imports --no-cache --no-timings
+	@report=$$($(BIN)/lint-imports --no-cache) || { echo "$$report"; exit 1; }
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff format --quiet .
