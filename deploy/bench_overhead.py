@@ -45,7 +45,7 @@ async def measure_overhead(requests: int, prompt_tokens: int, sync_always: bool)
         async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log", sync_always=sync_always) as server:
             broker, stopping = BrokerSettings(url=server.url), asyncio.Event()
             ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            system = local_system("simulated", MODEL, "", [], "least_loaded", (1, 1, 0), Path(folder) / "system", broker)
+            system = local_system("simulated", MODEL, "", [], "kv_aware", (1, 1, 0), Path(folder) / "system", broker)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_local(system, stopping, ready.set_result, lambda _: None))
                 await ready
