@@ -111,13 +111,14 @@ async def test_predictions_are_true_through_evictions_restarts_and_noise(own_ser
 
 
 async def test_a_new_router_knows_the_caches_without_traffic(own_server: NatsServer) -> None:
-    async with fleet_of(own_server.url, prefill=3, decode=1, policy="kv_aware") as (fleet, client):
-        warm = {number: (await ask(client, prefix_of(number))).prefill_worker for number in range(6)}
+    length = 250 * BLOCK
+    async with fleet_of(own_server.url, prefill=3, decode=1, policy="kv_aware", timing=DYNAMO_DEFAULT) as (fleet, client):
+        warm = {number: (await ask(client, prefix_of(number, length))).prefill_worker for number in range(6)}
         await fleet.stop("router-1")
         fleet.start_router("router-2", policy="kv_aware")
         for number, worker in warm.items():
-            answer = await ask(client, prefix_of(number))
-            assert (answer.prefill_worker, answer.predicted_cached_tokens) == (worker, 19 * BLOCK)
+            answer = await ask(client, prefix_of(number, length))
+            assert (answer.prefill_worker, answer.predicted_cached_tokens) == (worker, length - BLOCK)
 
 
 async def test_two_routers_share_the_work_and_know_of_each_others_decisions(own_server: NatsServer) -> None:
