@@ -28,6 +28,9 @@ from .app import Loop, Pipe, WorkerSettings, open_pipe, run_until
 
 log = logging.getLogger(__name__)
 
+ENGINE_LOOK_EVERY_S = 0.5
+LOOKS_PER_PING = 10
+"""A ping wakes every process of the engine: an idle one should sleep."""
 DIRECT_SHARE = 8
 """A decode worker keeps one in so many of its slots for prompts that come without a handoff."""
 
@@ -111,11 +114,14 @@ class Worker:
 
     async def _watch_engine(self) -> None:
         """Raises EngineDead as soon as a request found the engine dead, or a ping does."""
+        looks = 0
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(ENGINE_LOOK_EVERY_S)
+            looks += 1
             if any(work.engine_dead.is_set() for work in self._works):
                 raise EngineDead(f"the engine of {self._settings.name} died with work in hand")
-            await self._engine.ping(self._settings.engine_ping_timeout_s)
+            if looks % LOOKS_PER_PING == 0:
+                await self._engine.ping(self._settings.engine_ping_timeout_s)
 
     def _lane_consumer(self) -> Consumer[PrefillJob]:
         pipe, card = self._pipe, self._card
