@@ -66,8 +66,21 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs a command's coroutine; our errors become one line on standard error and an exit code."""
     from ..schemas.errors import BusError, JetwakeError, RequestRefused, SetupError
 
+    async def ungrouped() -> None:
+        """A command that runs things side by side fails with a group around the one error that ended it."""
+        try:
+            await body()
+        except BaseExceptionGroup as group:
+            ours = group.subgroup(JetwakeError)
+            if ours is None:
+                raise
+            error: BaseException = ours
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from group
+
     try:
-        asyncio.run(body())
+        asyncio.run(ungrouped())
     except JetwakeError as error:
         code = EXIT_FAILED
         if isinstance(error, BusError):
