@@ -1,0 +1,145 @@
+"""What commands share: options, the broker they talk to, and how an error becomes one line and an exit code.
+
+Exit codes: 0 done, 1 the request failed, 2 bad usage (an option, a file, the installation), 3 no broker. Nothing heavy is
+imported before the command that needs it runs.
+"""
+
+import asyncio
+import functools
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ...pipeline.settings import BrokerSettings, TopologySettings
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_BROKER = 1, 2, 3
+
+EngineKind = Annotated[str, typer.Option("--engine", help="vllm, or simulated (no model: for tests and scale).")]
+Model = Annotated[str, typer.Option("--model", help="demo, tiny (random weights), a folder, or a Hugging Face name.")]
+ServedName = Annotated[str, typer.Option("--served-model-name", help="The name requests use. Else: --model as given.")]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option("--engine-option", help="KEY=VALUE, any option of the engine: `--engine-option max_num_seqs=16`. Repeatable."),
+]
+Policy = Annotated[str, typer.Option("--policy", help="kv_aware, least_loaded, power_of_two, random or round_robin.")]
+RouterOptions = Annotated[
+    list[str] | None,
+    typer.Option("--router-option", help="KEY=VALUE of the router: `--router-option direct_max_new_tokens=256`. Repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+WhichModel = Annotated[str | None, typer.Option("--model", help="Which model, when there is more than one.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
+
+
+def _option(name: str, help: str) -> Any:
+    return typer.Option(f"--nats-{name}", envvar=f"JETWAKE_NATS_{name.upper().replace('-', '_')}", help=help)
+
+
+@dataclass(frozen=True)
+class Broker:
+    """The broker as options or environment name it. A command asks for it with a parameter of this type and `@takes_broker`."""
+
+    nats_url: Annotated[str | None, _option("url", "An existing NATS server or cluster. Else: that of the running `jetwake up`.")] = None
+    nats_credentials: Annotated[Path | None, _option("credentials", "Credentials file.")] = None
+    nats_tls_ca: Annotated[Path | None, _option("tls-ca", "CA certificate of the server.")] = None
+    nats_tls_cert: Annotated[Path | None, _option("tls-cert", "Client certificate.")] = None
+    nats_tls_key: Annotated[Path | None, _option("tls-key", "Key of the client certificate.")] = None
+
+    def settings(self) -> "BrokerSettings":
+        """Raises BrokerUnavailable when none is named and no local system runs."""
+        from ...pipeline.settings import BrokerSettings
+        from ...schemas.errors import BrokerUnavailable
+        from ..local import running_url
+
+        url = self.nats_url or running_url()
+        if url is None:
+            raise BrokerUnavailable("no broker: start `jetwake up` in another terminal, or name one with --nats-url")
+        return BrokerSettings(
+            url=url,
+            credentials_file=self.nats_credentials,
+            tls_ca_file=self.nats_tls_ca,
+            tls_cert_file=self.nats_tls_cert,
+            tls_key_file=self.nats_tls_key,
+        )
+
+
+def takes_broker(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives the command line of `command` the options of `Broker`, and the command one `Broker` as its parameter `broker`."""
+    signature = inspect.signature(command)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "broker"]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Broker)
+    ]
+    names = {field.name for field in fields(Broker)}
+
+    @functools.wraps(command)
+    def with_broker(**given: Any) -> None:
+        broker = Broker(**{name: given.pop(name) for name in names})
+        command(**given, broker=broker)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + options
+    vars(with_broker)["__signature__"] = signature.replace(parameters=parameters)
+    with_broker.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_broker
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a command's coroutine; our errors become one line on standard error and an exit code."""
+    from ...schemas.errors import BusError, JetwakeError, RequestRefused, SetupError
+
+    async def ungrouped() -> None:
+        """A command that runs things side by side fails with a group around the one error that ended it."""
+        try:
+            await body()
+        except BaseExceptionGroup as group:
+            ours = group.subgroup(JetwakeError)
+            if ours is None:
+                raise
+            error: BaseException = ours
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from group
+
+    try:
+        asyncio.run(ungrouped())
+    except JetwakeError as error:
+        code = EXIT_FAILED
+        if isinstance(error, BusError):
+            code = EXIT_NO_BROKER
+        elif isinstance(error, SetupError | RequestRefused):
+            code = EXIT_USAGE
+        print(f"jetwake: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by SIGTERM or Ctrl-C: drain and leave."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def topology_settings() -> "TopologySettings":
+    from ...pipeline.settings import TopologySettings
+
+    return TopologySettings()
+
+
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def start_logging() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -1,0 +1,85 @@
+"""A whole system on this machine: `up` and `demo`."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import (
+    Broker,
+    EngineKind,
+    EngineOptions,
+    Model,
+    Policy,
+    RouterOptions,
+    ServedName,
+    run,
+    say,
+    stop_on_signals,
+    takes_broker,
+)
+
+app = typer.Typer()
+
+
+@app.command()
+@takes_broker
+def up(
+    broker: Broker,
+    engine: EngineKind = "vllm",
+    model: Model = "demo",
+    served_model_name: ServedName = "",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    aggregated: Annotated[int, typer.Option(min=0, help="Aggregated workers.")] = 0,
+    policy: Policy = "kv_aware",
+    router_option: RouterOptions = None,
+    engine_option: EngineOptions = None,
+    store: Annotated[Path | None, typer.Option(help="Folder of broker data and logs, kept. Else: a temporary one.")] = None,
+) -> None:
+    """Run a whole system on this machine; prints `ready` when a request would be served. Ctrl-C stops it."""
+
+    async def body() -> None:
+        from ..local import local_system, run_local
+        from ..startup_view import StartupView
+
+        given = broker.settings() if broker.nats_url else None
+        counts = (prefill, decode, aggregated)
+        options, routing = engine_option or [], router_option or []
+        system = local_system(engine, model, served_model_name, options, policy, counts, store, given, say, routing)
+        with StartupView() as view:
+            await run_local(system, stop_on_signals(), view.ready, view.show)
+
+    run(body)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Argument()] = "What is the capital of France?",
+    engine: EngineKind = "vllm",
+    model: Model = "demo",
+) -> None:
+    """Start one prefill and one decode worker, ask one question, stop everything."""
+
+    async def body() -> None:
+        from ..ask import ask_once, print_answer
+        from ..local import local_system, run_local
+        from ..startup_view import StartupView
+
+        stopping = stop_on_signals()
+        system = local_system(engine, model, "", [], "kv_aware", (1, 1, 0), None, None, say)
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        with StartupView(say_ready=False) as view:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_local(system, stopping, ready.set_result, view.show))
+                stopped = tasks.create_task(stopping.wait())
+                await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+                if ready.done():
+                    view.close()
+                    print(f"\n> {prompt}\n")
+                    print_answer(await ask_once(ready.result(), prompt, model, {"max_tokens": 64, "temperature": 0.0}, show=True))
+                stopping.set()
+
+    run(body)

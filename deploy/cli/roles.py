@@ -1,0 +1,78 @@
+"""One process of a fleet: `router`, `prefill`, `decode`, `aggregated`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    Broker,
+    EngineKind,
+    EngineOptions,
+    Model,
+    Policy,
+    RouterOptions,
+    ServedName,
+    run,
+    start_logging,
+    stop_on_signals,
+    takes_broker,
+    topology_settings,
+)
+
+if TYPE_CHECKING:
+    from ...schemas.workers import Role
+
+app = typer.Typer()
+
+
+@app.command()
+@takes_broker
+def router(
+    broker: Broker,
+    name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
+    policy: Policy = "kv_aware",
+    router_option: RouterOptions = None,
+) -> None:
+    """Run one router: gives each request to a worker."""
+
+    async def body() -> None:
+        from ..app import router_settings, run_router
+
+        start_logging()
+        settings = router_settings(name, policy, router_option or [])
+        await run_router(settings, broker.settings(), topology_settings(), stop_on_signals())
+
+    run(body)
+
+
+def worker_command(role: "Role") -> Callable[..., None]:
+    @takes_broker
+    def command(
+        broker: Broker,
+        name: Annotated[str, typer.Option(help="This worker's name, unique in the fleet.")] = f"{role}-1",
+        engine: EngineKind = "vllm",
+        model: Model = "demo",
+        served_model_name: ServedName = "",
+        engine_option: EngineOptions = None,
+        domain: Annotated[str, typer.Option(help="Where it stands (a rack, a host): told on its card.")] = "",
+    ) -> None:
+        async def body() -> None:
+            from ..app import WorkerSettings
+            from ..engines import make_engine
+            from ..options import parse_options
+            from ..worker import run_worker
+
+            start_logging()
+            made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
+            settings = WorkerSettings(name=name, role=role, domain=domain)
+            await run_worker(settings, made, broker.settings(), topology_settings(), stop_on_signals())
+
+        run(body)
+
+    return command
+
+
+app.command("prefill", help="Run one prefill worker: fills KV caches and hands them on.")(worker_command("prefill"))
+app.command("decode", help="Run one decode worker: pulls KV caches and generates.")(worker_command("decode"))
+app.command("aggregated", help="Run one worker that does both: the baseline.")(worker_command("aggregated"))
