@@ -1,9 +1,9 @@
 """`jetwake bench router`: what one routing decision costs, from token bytes to a chosen worker, on a large prefix index.
 
-In process, on real code: block hashes, prefix index, policy. The index is filled from encoded KV event messages, as a router is.
+In process, on real code: block hashes, prefix index, view of the workers, policy. The index is filled from encoded KV event messages, as a router is.
 Workload: families of prompts that share a prefix; each family is held by its own subset of workers, some of which hold only part
 of the prefix; conversations that go on from it are held by one worker. Of the prompts asked for, a tenth match nothing, a fifth
-match only their family's prefix, and the others also a part of a conversation.
+match only their family's prefix, and the others also a part of a conversation. Between decisions a few workers tell their load.
 """
 
 import gc
@@ -18,18 +18,18 @@ from time import perf_counter
 import psutil
 from rich.console import Console
 
-from ..producers.fleet import Candidate
 from ..producers.policies import Policy, Query, make_policy
 from ..producers.prefix_index import PrefixIndex
 from ..schemas.blocks import block_hashes, pack_hashes, root_hash, unpack_hashes
 from ..schemas.codec import decode, encode
 from ..schemas.kv_events import KvChange, KvEvents
+from .bench_fleet import MODEL, BusyFleet
 
 FAMILIES = 100
 BLOCKS_PER_EVENT = 128  # what one prefill step of 2,048 tokens stores
 ROUTED_PER_S = 100
 STORED_AFTER, REMOVED_AFTER = 50, 200  # decisions
-ROOT = root_hash("bench")
+ROOT = root_hash(MODEL)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """`lookup`: the index alone; `decision`: hashes, lookup and policy; `predict`: telling the index of the decision, after it.
+    """`lookup`: the index alone; `decision`: hashes, lookup, view of the workers and policy; `predict`: telling the index of the decision, after it.
 
     `events`: from the bytes of a message to the changed index; `apply` is the part of it after decoding. `bytes_per_block`: growth
     of the process's resident memory while the index was filled.
@@ -180,18 +180,22 @@ def _fill(index: PrefixIndex, messages: Sequence[bytes]) -> tuple[int, float, fl
 def _decide(index: PrefixIndex, policy: Policy, workload: Workload, sizes: Sizes) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each lookup, decision and prediction."""
     lookups_s, decisions_s, predictions_s = list[float](), list[float](), list[float]()
-    fleet, fresh = _fleet(sizes.workers), deque[tuple[str, list[int]]]()
+    fleet, fresh = BusyFleet(sizes.workers), deque[tuple[str, list[int]]]()
     for number in range(sizes.decisions):
         tokens, now_s = workload.prompt(), number / ROUTED_PER_S
+        fleet.move_on()
         start_s = perf_counter()
         hashes = block_hashes(tokens, sizes.block_size_tokens, ROOT)
         hashed_s = perf_counter()
         matches = index.match(hashes, now_s)
         matched_s = perf_counter()
-        lane = _choose(policy, fleet, number, sizes.prompt_tokens, matches)
+        query = Query(f"request-{number}", sizes.prompt_tokens, sizes.block_size_tokens, matches)
+        lane = policy.choose(fleet.candidates(), query).lane
         chosen_s = perf_counter()
+        fleet.routed(number, lane, sizes.prompt_tokens - query.cached_tokens(lane))
+        booked_s = perf_counter()
         index.predict(lane, hashes, now_s)
-        predictions_s.append(perf_counter() - chosen_s)
+        predictions_s.append(perf_counter() - booked_s)
         fresh.append((lane, hashes[matches.get(lane, 0) :]))
         _follow(index, fresh)
         lookups_s.append(matched_s - hashed_s)
@@ -206,27 +210,6 @@ def _follow(index: PrefixIndex, fresh: deque[tuple[str, list[int]]]) -> None:
     if len(fresh) > REMOVED_AFTER:
         lane, hashes = fresh.popleft()
         index.removed(lane, hashes[::-1])
-
-
-def _choose(policy: Policy, fleet: Sequence[Candidate], number: int, prompt_tokens: int, matches: dict[str, int]) -> str:
-    """The one place that knows how a policy is asked."""
-    return policy.choose(fleet, Query(f"request-{number}", prompt_tokens)).lane
-
-
-def _fleet(workers: int) -> list[Candidate]:
-    loads = random.Random(0)
-    return [
-        Candidate(
-            lane=f"worker-{worker}-1",
-            worker=f"worker-{worker}",
-            role="prefill",
-            queued_requests=loads.randrange(4),
-            running_requests=loads.randrange(4),
-            running_prompt_tokens=loads.randrange(16_000),
-            free_slots=4,
-        )
-        for worker in range(workers)
-    ]
 
 
 def percentile_us(times_s: Sequence[float], percent: int) -> float:

@@ -22,7 +22,9 @@ from ..producers.client import Answer, Client
 from ..producers.policies import make_policy
 from ..schemas.errors import JetwakeError, SetupError
 from .bench_system import BenchSystem, running
-from .capacity.agent_workload import AgentRequest, AgentSettings, agent_requests, statistics_of
+from .capacity.agent_workload import AgentRequest, AgentSettings, agent_requests
+from .capacity.prefix_reuse import PrefixReuse
+from .capacity.trace_generator import trace_of
 from .engines import ENGINES
 
 REQUEST_TIMEOUT_S = 300.0
@@ -97,6 +99,7 @@ class Plan:
 class RoutingFigures:
     """`hit_rate`: cached tokens over prompt tokens, as the engines report; `ideal_hit_rate`: of one endless cache.
 
+    `predicted_right`: share of requests whose router expected as many cached tokens as the engine found, within one block.
     `worker_spread`: the most requests of a prefill worker over the mean. `lateness_ms_p99`: how late the client sent.
     `cpu_busy`: of all cores of this machine, 0 to 1; near 1, the figures are the machine's and not the policy's.
     """
@@ -107,6 +110,7 @@ class RoutingFigures:
     failed: int
     hit_rate: float
     ideal_hit_rate: float
+    predicted_right: float
     ttft_ms_mean: float
     ttft_ms_p50: float
     ttft_ms_p99: float
@@ -179,14 +183,16 @@ def figures_of(policy: str, plan: Plan, workload: Sequence[AgentRequest], outcom
         raise SetupError(f"{policy}: {len(answers)} of {len(outcomes)} requests completed; {dict(errors)}")
     first_ms, whole_ms = [answer.ttft_ms for answer in answers], [answer.total_ms for answer in answers]
     by_worker = Counter(answer.prefill_worker for answer in answers)
-    known = statistics_of(workload, BLOCK_SIZE_TOKENS[plan.engine])
+    block_size_tokens = BLOCK_SIZE_TOKENS[plan.engine]
+    reuse = PrefixReuse(trace_of(workload, plan.model, block_size_tokens), block_size_tokens)
     return RoutingFigures(
         policy=policy,
         requests=len(outcomes),
         completed=len(answers),
         failed=len(outcomes) - len(answers),
         hit_rate=round(sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers), 4),
-        ideal_hit_rate=round(known.ideal_reuse, 4),
+        ideal_hit_rate=round(reuse.ideal, 4),
+        predicted_right=round(predicted_right(answers, BLOCK_SIZE_TOKENS[plan.engine]), 4),
         ttft_ms_mean=round(statistics.fmean(first_ms), 1),
         ttft_ms_p50=percentile(first_ms, 50),
         ttft_ms_p99=percentile(first_ms, 99),
@@ -194,12 +200,17 @@ def figures_of(policy: str, plan: Plan, workload: Sequence[AgentRequest], outcom
         e2e_ms_p99=percentile(whole_ms, 99),
         requests_by_worker=dict(sorted(by_worker.items())),
         worker_spread=round(max(by_worker.values()) * plan.system(policy).prefill / len(answers), 2),
-        mean_prompt_tokens=round(known.mean_prompt_tokens),
-        rate_per_s=round(known.requests / known.seconds, 2),
+        mean_prompt_tokens=round(reuse.input_tokens / len(workload)),
+        rate_per_s=round(len(workload) / workload[-1].at_s, 2),
         lateness_ms_p99=percentile([outcome.lateness_ms for outcome in outcomes], 99),
         cpu_busy=round(cpu_busy, 2),
         errors=dict(errors),
     )
+
+
+def predicted_right(answers: Sequence[Answer], block_size_tokens: int) -> float:
+    right = sum(abs(answer.predicted_cached_tokens - answer.cached_tokens) <= block_size_tokens for answer in answers)
+    return right / len(answers)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -218,6 +229,7 @@ def print_routing(figures: Sequence[RoutingFigures], as_json: bool) -> None:
         "completed": lambda one: str(one.completed),
         "failed": lambda one: ", ".join(f"{count} {name}" for name, count in one.errors.items()) or "0",
         "hit rate": lambda one: f"{one.hit_rate:.1%}",
+        "predicted right": lambda one: f"{one.predicted_right:.1%}",
         "TTFT mean": lambda one: f"{one.ttft_ms_mean:,.0f} ms",
         "TTFT p50": lambda one: f"{one.ttft_ms_p50:,.0f} ms",
         "TTFT p99": lambda one: f"{one.ttft_ms_p99:,.0f} ms",

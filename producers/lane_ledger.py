@@ -5,7 +5,8 @@ says that it has fetched that far: the queue's own sequence numbers keep this ex
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
@@ -18,14 +19,37 @@ class Booking:
     sequence: int = 0
 
 
+@dataclass
+class _Queue:
+    """`work_s` is the sum over `bookings`, added up anew whenever some leave, so that it never drifts."""
+
+    bookings: deque[Booking] = field(default_factory=deque[Booking])
+    work_s: float = 0.0
+
+    def add(self, booking: Booking) -> None:
+        self.bookings.append(booking)
+        self.work_s += booking.work_s
+
+    def keep(self, bookings: Iterable[Booking]) -> None:
+        self.bookings = deque(bookings)
+        self.work_s = sum(booking.work_s for booking in self.bookings)
+
+
+NOTHING_QUEUED = _Queue()
+
+
 class LaneLedger:
+    """`changed`: lanes of which something changed. Who keeps what follows from the ledger reads it and empties it."""
+
     def __init__(self) -> None:
-        self._queued: dict[str, deque[Booking]] = {}
+        self._queued: dict[str, _Queue] = {}
         self._fetched: dict[str, int] = {}
+        self.changed: set[str] = set()
 
     def book(self, request_id: str, lane: str, work_s: float) -> Booking:
         booking = Booking(request_id, lane, work_s)
-        self._queued.setdefault(lane, deque()).append(booking)
+        self._queued.setdefault(lane, _Queue()).add(booking)
+        self.changed.add(lane)
         return booking
 
     def stored(self, booking: Booking, sequence: int) -> None:
@@ -35,8 +59,9 @@ class LaneLedger:
     def withdraw(self, booking: Booking) -> None:
         """It was not published after all, or was taken back."""
         queue = self._queued.get(booking.lane)
-        if queue is not None and booking in queue:
-            queue.remove(booking)
+        if queue is not None and booking in queue.bookings:
+            queue.keep(other for other in queue.bookings if other is not booking)
+            self.changed.add(booking.lane)
 
     def fetched(self, lane: str, sequence: int) -> None:
         """The worker has taken everything up to `sequence` of the queue."""
@@ -46,17 +71,18 @@ class LaneLedger:
 
     def queued(self, lane: str) -> list[Booking]:
         """In the order in which they will be taken."""
-        return list(self._queued.get(lane, ()))
+        return list(self._queued.get(lane, NOTHING_QUEUED).bookings)
 
     def queued_requests(self, lane: str) -> int:
-        return len(self._queued.get(lane, ()))
+        return len(self._queued.get(lane, NOTHING_QUEUED).bookings)
 
     def queued_work_s(self, lane: str) -> float:
-        return sum(booking.work_s for booking in self._queued.get(lane, ()))
+        return self._queued.get(lane, NOTHING_QUEUED).work_s
 
     def forget(self, lane: str) -> None:
         self._queued.pop(lane, None)
         self._fetched.pop(lane, None)
+        self.changed.add(lane)
 
     @property
     def lanes(self) -> set[str]:
@@ -64,7 +90,6 @@ class LaneLedger:
 
     def _drop_fetched(self, lane: str) -> None:
         queue, fetched = self._queued.get(lane), self._fetched.get(lane, 0)
-        if queue is None:
-            return
-        if any(0 < booking.sequence <= fetched for booking in queue):
-            self._queued[lane] = deque(booking for booking in queue if not 0 < booking.sequence <= fetched)
+        if queue is not None and any(0 < booking.sequence <= fetched for booking in queue.bookings):
+            queue.keep(booking for booking in queue.bookings if not 0 < booking.sequence <= fetched)
+            self.changed.add(lane)

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from ..schemas.errors import SetupError
@@ -25,10 +26,14 @@ class Query:
     matched_blocks: Mapping[str, int] = field(default_factory=dict[str, int])
     session_lane: str = ""
 
+    @cached_property
+    def cached_tokens_by_lane(self) -> Mapping[str, int]:
+        """What each worker's engine will find in its cache, where it is anything: it always computes the last token itself."""
+        most, size_tokens = (self.prompt_length_tokens - 1) // self.block_size_tokens, self.block_size_tokens
+        return {lane: (blocks if blocks < most else most) * size_tokens for lane, blocks in self.matched_blocks.items()}
+
     def cached_tokens(self, lane: str) -> int:
-        """What that worker's engine will find in its cache: it always computes the last token itself."""
-        blocks = min(self.matched_blocks.get(lane, 0), (self.prompt_length_tokens - 1) // self.block_size_tokens)
-        return blocks * self.block_size_tokens
+        return self.cached_tokens_by_lane.get(lane, 0)
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class Decision:
 
 
 class Policy(Protocol):
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
-        """Picks one of `candidates`, which is never empty."""
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
+        """Picks one of `candidates`, which is never empty. `now_s`: on the clock of `Candidate.told_s`."""
         ...
 
 
@@ -52,7 +57,7 @@ class RoundRobin:
     def __init__(self, seed: int = 0) -> None:
         self._turn = seed
 
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
         chosen = candidates[self._turn % len(candidates)]
         self._turn += 1
         return Decision(chosen.lane, f"round robin: turn {self._turn} of {len(candidates)} candidates")
@@ -64,7 +69,7 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
         chosen = self._random.choice(candidates)
         return Decision(chosen.lane, f"random: one of {len(candidates)} candidates")
 
@@ -75,7 +80,7 @@ class LeastLoaded:
     def __init__(self, seed: int = 0) -> None:
         self._turn = seed
 
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
         best = min((candidate.load, candidate.running_prompt_tokens) for candidate in candidates)
         equals = [candidate for candidate in candidates if (candidate.load, candidate.running_prompt_tokens) == best]
         chosen = equals[self._turn % len(equals)]
@@ -93,7 +98,7 @@ class PowerOfTwo:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
         drawn = self._random.sample(list(candidates), min(2, len(candidates)))
         chosen = min(drawn, key=lambda candidate: (candidate.load, candidate.running_prompt_tokens))
         scores = {candidate.lane: float(candidate.load) for candidate in drawn}
@@ -111,6 +116,10 @@ class KvAwareKnobs:
     Conditional disaggregation: a prompt of which at most `direct_max_new_tokens` must be computed (0: none) may go to a decode
     worker without a handoff, where the prefill there, with its cost to the `interference_weight` of the answers running there,
     is less than the way over a prefill worker with its handoff of `handoff_s`.
+
+    `decode_weight_s`: seconds that a KV cache in full use counts where decoding goes on, because every step there takes longer.
+    `room_wait_s`: seconds until a whole KV cache in use has been given back, for requests that find no room. `hold_s`: the longest that
+    the router keeps a request for want of a free worker (0: not at all); `lead_s`: how long before a worker is free the next is sent.
     """
 
     overlap_weight: float = 1.0
@@ -120,6 +129,10 @@ class KvAwareKnobs:
     direct_max_new_tokens: int = 0
     handoff_s: float = 0.03
     interference_weight: float = 0.5
+    decode_weight_s: float = 1.5
+    room_wait_s: float = 5.0
+    hold_s: float = 2.0
+    lead_s: float = 0.015
 
 
 class KvAware:
@@ -129,47 +142,77 @@ class KvAware:
     """
 
     def __init__(self, seed: int = 0, knobs: KvAwareKnobs | None = None) -> None:
-        self._knobs = knobs or KvAwareKnobs()
+        self.knobs = knobs or KvAwareKnobs()
         self._random = random.Random(seed)
         self._turn = seed
 
-    def choose(self, candidates: Sequence[Candidate], query: Query) -> Decision:
-        candidates = [candidate for candidate in candidates if self._may_have(candidate, query)] or candidates
-        scores = {candidate.lane: self._expected_s(candidate, query) for candidate in candidates}
+    def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
+        candidates = self._that_may(candidates, query) or candidates
+        scores = self._expected_s(candidates, query, now_s)
         chosen = self._pick(candidates, scores)
-        reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query)}"
+        reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query, now_s)}"
         return Decision(chosen.lane, reason, scores)
 
-    def _expected_s(self, candidate: Candidate, query: Query) -> float:
-        new_tokens = query.prompt_length_tokens - self._knobs.overlap_weight * query.cached_tokens(candidate.lane)
-        prefill_s = candidate.timing.seconds(new_tokens)
-        expected_s = self._knobs.load_weight * candidate.work_s + prefill_s
-        if query.session_lane not in ("", candidate.lane):
-            expected_s += self._knobs.session_affinity_s
-        if candidate.role == "decode":
-            return expected_s + self._knobs.interference_weight * candidate.running_requests * prefill_s
-        return expected_s + (self._knobs.handoff_s if candidate.role == "prefill" and self._knobs.direct_max_new_tokens else 0.0)
+    def ready_s(self, candidate: Candidate, query: Query, waiting_per_worker: float, now_s: float) -> float:
+        """When it should be sent this job: a little before the last prefill there ends, but not while another waits for that too.
 
-    def _may_have(self, candidate: Candidate, query: Query) -> bool:
-        new_tokens = query.prompt_length_tokens - query.cached_tokens(candidate.lane)
-        return candidate.role != "decode" or new_tokens <= self._knobs.direct_max_new_tokens
+        Short prompts are sent together. Each saves a step's own time for all that wait, and costs only its own tokens' time.
+        """
+        free_s = now_s + candidate.work_s(now_s)
+        if candidate.queued_requests + candidate.running_prefills <= 1:
+            free_s -= self.knobs.lead_s
+        saved_s = candidate.prefill_base_s * waiting_per_worker
+        return free_s - saved_s if candidate.prefill_s(query) <= 2 * candidate.prefill_base_s + saved_s else free_s
+
+    def _expected_s(self, candidates: Sequence[Candidate], query: Query, now_s: float) -> dict[str, float]:
+        """By lane. One loop without calls: it runs once for every worker in every decision."""
+        knobs, prompt_tokens, cached = self.knobs, query.prompt_length_tokens, query.cached_tokens_by_lane.get
+        overlap_weight, load_weight, session_lane = knobs.overlap_weight, knobs.load_weight, query.session_lane
+        handoff_s = knobs.handoff_s if knobs.direct_max_new_tokens else 0.0
+        prompt_blocks, scores = -(-prompt_tokens // query.block_size_tokens), dict[str, float]()
+        for candidate in candidates:
+            lane = candidate.lane
+            new_tokens = prompt_tokens - overlap_weight * cached(lane, 0)
+            prefill_s = candidate.prefill_base_s + candidate.prefill_per_token_s * new_tokens
+            work_s, left_s = candidate.queued_work_s, candidate.prefill_left_s - (now_s - candidate.told_s)
+            if left_s > 0.0:
+                work_s += left_s
+            expected_s = load_weight * work_s + prefill_s
+            if candidate.free_blocks < prompt_blocks and candidate.capacity_blocks:
+                expected_s += knobs.room_wait_s * (prompt_blocks - candidate.free_blocks) / candidate.capacity_blocks
+            if session_lane and session_lane != lane:
+                expected_s += knobs.session_affinity_s
+            if candidate.role == "decode":
+                expected_s += knobs.interference_weight * candidate.running_requests * prefill_s
+            elif candidate.role == "prefill":
+                expected_s += handoff_s
+            else:
+                expected_s += knobs.decode_weight_s * candidate.used_fraction
+            scores[lane] = expected_s
+        return scores
+
+    def _that_may(self, candidates: Sequence[Candidate], query: Query) -> list[Candidate]:
+        """Decode workers may have only prompts of which little is left to compute."""
+        enough, cached = query.prompt_length_tokens - self.knobs.direct_max_new_tokens, query.cached_tokens_by_lane.get
+        return [candidate for candidate in candidates if candidate.role != "decode" or cached(candidate.lane, 0) >= enough]
 
     def _pick(self, candidates: Sequence[Candidate], scores: Mapping[str, float]) -> Candidate:
         best = min(scores.values())
-        if self._knobs.temperature_s > 0.0:
-            weights = [math.exp((best - scores[candidate.lane]) / self._knobs.temperature_s) for candidate in candidates]
+        if self.knobs.temperature_s > 0.0:
+            weights = [math.exp((best - scores[candidate.lane]) / self.knobs.temperature_s) for candidate in candidates]
             return self._random.choices(candidates, weights)[0]
-        close = [candidate for candidate in candidates if scores[candidate.lane] <= best * (1 + TIE)]
+        limit = best * (1 + TIE)
+        close = [candidate for candidate in candidates if scores[candidate.lane] <= limit]
         least = min(candidate.load for candidate in close)
         equals = [candidate for candidate in close if candidate.load == least]
         self._turn += 1
         return equals[self._turn % len(equals)]
 
 
-def describe(candidate: Candidate, query: Query) -> str:
+def describe(candidate: Candidate, query: Query, now_s: float = 0.0) -> str:
     """What is known of a candidate for this request, in words."""
     return (
-        f"{candidate.queued_requests} queued, {candidate.running_requests} running, {candidate.work_s * 1e3:.0f} ms of work before it, "
+        f"{candidate.queued_requests} queued, {candidate.running_requests} running, {candidate.work_s(now_s) * 1e3:.0f} ms of work before it, "
         f"{query.cached_tokens(candidate.lane)} of {query.prompt_length_tokens} tokens cached"
     )
 

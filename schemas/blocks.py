@@ -9,7 +9,7 @@ Source: xxHash, https://github.com/Cyan4973/xxHash (XXH3, 64 bits, seeded).
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from struct import iter_unpack
+from struct import Struct
 
 import xxhash
 
@@ -25,9 +25,11 @@ def root_hash(model: str, lora: str = "", salt: str = "", multimodal_keys: Seque
 def block_hashes(tokens: bytes, block_size_tokens: int, root: int) -> list[int]:
     """One 64-bit hash for each full block of `tokens` (little-endian unsigned 32-bit ids), in prompt order."""
     size = 4 * block_size_tokens
-    digest, parent = xxhash.xxh3_64_intdigest, root
-    blocks = iter_unpack(f"{size}s", tokens[: len(tokens) // size * size])  # twice as fast as slicing
-    return [parent := digest(block, parent) for (block,) in blocks]
+    blocks = Struct(f"{size}s" * (len(tokens) // size)).unpack_from(tokens)
+    hashes = [root]
+    hashes.extend(map(xxhash.xxh3_64_intdigest, blocks, hashes))  # each seeds the next; a loop in Python takes a third longer
+    del hashes[0]
+    return hashes
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
