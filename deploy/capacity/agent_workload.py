@@ -8,18 +8,80 @@ is the one before, a stand-in for its answer (what a model really answers is not
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
+from math import exp, log, sqrt
 from random import Random
+from statistics import NormalDist
 
 from ...schemas.errors import SetupError
 
 Range = tuple[int, int]
-"""Both ends included."""
+"""Both ends included, each length as likely as another."""
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """Lengths as real prompts have them: many short ones and a long tail (log-normal), held between `least` and `most`.
+
+    `median` and `mean` are those before it is held there.
+    """
+
+    median: float
+    mean: float
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        """Raises SetupError."""
+        if not 0 < self.median <= self.mean or not 0 <= self.least <= self.most:
+            raise SetupError(f"skewed lengths need 0 < median <= mean and 0 <= least <= most, not {self}")
+
+    @property
+    def _sigma(self) -> float:
+        return sqrt(2 * log(self.mean / self.median))
+
+    def draw(self, random: Random) -> int:
+        return self._held(random.lognormvariate(log(self.median), self._sigma))
+
+    def spread(self, count: int, random: Random) -> list[int]:
+        """So many at once, in random order, which together are as near to the distribution as so many can be: no luck in the tail."""
+        normal = NormalDist(log(self.median), self._sigma or 1e-9)
+        values = [self._held(exp(normal.inv_cdf((place + 0.5) / count))) for place in range(count)]
+        random.shuffle(values)
+        return values
+
+    def _held(self, value: float) -> int:
+        return min(max(round(value), self.least), self.most)
+
+
+Lengths = Range | Skewed
+
+
+def parse_lengths(text: str, option: str) -> Lengths:
+    """`LOW-HIGH`, or with a long tail `LOW-HIGH:MEDIAN:MEAN`; one number is always that. Raises SetupError."""
+    bounds, _, tail = text.partition(":")
+    low, _, high = bounds.partition("-")
+    try:
+        ends = int(low), int(high or low)
+        if not tail:
+            return ends
+        median, mean = map(float, tail.split(":"))
+    except ValueError:
+        raise SetupError(f"{option} takes LOW-HIGH or LOW-HIGH:MEDIAN:MEAN, such as 50-250 or 4-12000:60:1100, not {text!r}") from None
+    return Skewed(median, mean, *ends)
+
+
+def draw(lengths: Lengths, random: Random) -> int:
+    return lengths.draw(random) if isinstance(lengths, Skewed) else random.randint(*lengths)
 
 
 @dataclass(frozen=True)
 class AgentSettings:
     """`open_sessions`: the newest sessions, among which the next turn is drawn; older ones have ended.
+
+    `sharing`: how unlike in use the prefixes are: the k-th is taken in proportion to `k ** -sharing` (Zipf); 0: all alike.
+    `first_tokens`: what the user says in a session's first turn; without it as in the others, `user_tokens`. `name`: workloads of
+    different names have no tokens in common.
 
     Arrivals are a Poisson process of single requests and of bursts: `burst_share` of the requests come in bursts of
     `burst_requests`, `burst_gap_s` apart and on one prefix, as agents fan out. `least_gap_s`: between two turns of a session, as long
@@ -31,25 +93,33 @@ class AgentSettings:
     sessions: int = 200
     open_sessions: int = 40
     prefixes: int = 20
-    prefix_tokens: Range = (4000, 12_000)
-    user_tokens: Range = (50, 250)
-    answer_tokens: Range = (8, 24)
+    prefix_tokens: Lengths = (4000, 12_000)
+    sharing: float = 0.0
+    first_tokens: Lengths | None = None
+    user_tokens: Lengths = (50, 250)
+    answer_tokens: Lengths = (8, 24)
     burst_share: float = 0.2
     burst_requests: Range = (3, 8)
     burst_gap_s: float = 0.01
     least_gap_s: float = 1.0
     vocabulary_size: int = 32_000
     seed: int = 0
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Raises SetupError."""
         for name in ("requests", "rate_per_s", "sessions", "open_sessions", "prefixes", "vocabulary_size"):
             if getattr(self, name) <= 0:
                 raise SetupError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("prefix_tokens", "user_tokens", "answer_tokens", "burst_requests"):
-            low, high = getattr(self, name)
+        for name in ("prefix_tokens", "first_tokens", "user_tokens", "answer_tokens", "burst_requests"):
+            lengths: Lengths | None = getattr(self, name)
+            if lengths is None:
+                continue
+            low, high = (lengths.least, lengths.most) if isinstance(lengths, Skewed) else lengths
             if not 1 <= low <= high:
                 raise SetupError(f"{name} must be a range that starts at 1 or above, not {low} to {high}")
+        if self.sharing < 0:
+            raise SetupError(f"sharing must be 0 or above, not {self.sharing}")
         if not 0 <= self.burst_share < 1:
             raise SetupError(f"burst_share must be from 0 to below 1, not {self.burst_share}")
 
@@ -100,22 +170,36 @@ class _Session:
 def agent_requests(settings: AgentSettings) -> Iterator[AgentRequest]:
     """The workload, in order of time: `settings.requests` requests of exactly `settings.sessions` sessions (or one for each request)."""
     random = Random(settings.seed)
-    prefixes = [Segment(f"prefix-{number}", random.randint(*settings.prefix_tokens)) for number in range(settings.prefixes)]
+    prefixes = [Segment(f"{settings.name}prefix-{number}", draw(settings.prefix_tokens, random)) for number in range(settings.prefixes)]
     open_sessions = deque[_Session](maxlen=settings.open_sessions)
     unopened, opened = min(settings.sessions, settings.requests), 0
-    for place, (at_s, hot_prefix) in enumerate(_arrivals(settings, random)):
+    firsts = settings.first_tokens.spread(unopened, random) if isinstance(settings.first_tokens, Skewed) else None
+    popular = _Popularity(settings.prefixes, settings.sharing)
+    for place, (at_s, hot_prefix) in enumerate(_arrivals(settings, popular, random)):
         session = None
         if random.random() * (settings.requests - place) >= unopened:
             session = _rested(open_sessions, hot_prefix, at_s - settings.least_gap_s, random)
         if session is None and unopened:
-            prefix = random.randrange(len(prefixes)) if hot_prefix is None else hot_prefix
+            prefix = popular.draw(random) if hot_prefix is None else hot_prefix
             session = _Session(opened, prefix, [prefixes[prefix]])
             open_sessions.append(session)
             unopened, opened = unopened - 1, opened + 1
-        yield _turn(session or min(open_sessions, key=lambda one: one.last_at_s), at_s, settings, random)
+        session = session or min(open_sessions, key=lambda one: one.last_at_s)
+        yield _turn(session, at_s, _said_tokens(session, firsts, settings, random), settings, random)
 
 
-def _arrivals(settings: AgentSettings, random: Random) -> list[tuple[float, int | None]]:
+class _Popularity:
+    def __init__(self, prefixes: int, sharing: float) -> None:
+        self._prefixes = range(prefixes)
+        self._shares = list(accumulate(rank**-sharing for rank in range(1, prefixes + 1))) if sharing else None
+
+    def draw(self, random: Random) -> int:
+        if self._shares is None:
+            return random.randrange(len(self._prefixes))
+        return random.choices(self._prefixes, cum_weights=self._shares)[0]
+
+
+def _arrivals(settings: AgentSettings, popular: _Popularity, random: Random) -> list[tuple[float, int | None]]:
     """Times, and for those in a burst its prefix. A burst may still go on when the next single request comes."""
     share, mean_burst = settings.burst_share, sum(settings.burst_requests) / 2
     burst_chance = share / (mean_burst - share * (mean_burst - 1))
@@ -124,7 +208,7 @@ def _arrivals(settings: AgentSettings, random: Random) -> list[tuple[float, int 
     while len(arrivals) < settings.requests:
         at_s += random.expovariate(settings.rate_per_s / per_event)
         if random.random() < burst_chance:
-            prefix = random.randrange(settings.prefixes)
+            prefix = popular.draw(random)
             arrivals += [(at_s + step * settings.burst_gap_s, prefix) for step in range(random.randint(*settings.burst_requests))]
         else:
             arrivals.append((at_s, None))
@@ -138,15 +222,21 @@ def _rested(open_sessions: Iterable[_Session], prefix: int | None, silent_since_
     return random.choice(fitting) if fitting else None
 
 
-def _turn(session: _Session, at_s: float, settings: AgentSettings, random: Random) -> AgentRequest:
-    name = f"session-{session.number}/turn-{session.turns}"
-    session.segments.append(Segment(f"{name}/user", random.randint(*settings.user_tokens)))
+def _said_tokens(session: _Session, firsts: list[int] | None, settings: AgentSettings, random: Random) -> int:
+    if session.turns or settings.first_tokens is None:
+        return draw(settings.user_tokens, random)
+    return firsts[session.number] if firsts else draw(settings.first_tokens, random)
+
+
+def _turn(session: _Session, at_s: float, said_tokens: int, settings: AgentSettings, random: Random) -> AgentRequest:
+    name = f"{settings.name}session-{session.number}/turn-{session.turns}"
+    session.segments.append(Segment(f"{name}/user", said_tokens))
     request = AgentRequest(
         at_s=at_s,
         session=session.number,
         turn=session.turns,
         prefix=session.prefix,
-        max_tokens=random.randint(*settings.answer_tokens),
+        max_tokens=draw(settings.answer_tokens, random),
         segments=tuple(session.segments),
         vocabulary_size=settings.vocabulary_size,
         seed=settings.seed,
@@ -154,50 +244,3 @@ def _turn(session: _Session, at_s: float, settings: AgentSettings, random: Rando
     session.segments.append(Segment(f"{name}/answer", request.max_tokens))
     session.turns, session.last_at_s = session.turns + 1, at_s
     return request
-
-
-@dataclass(frozen=True)
-class AgentStatistics:
-    """`ideal_reuse`: the part of all prompt tokens that one endless cache of prompts would have held, in whole blocks."""
-
-    requests: int
-    sessions: int
-    prefixes: int
-    seconds: float
-    mean_prompt_tokens: float
-    most_prompt_tokens: int
-    ideal_reuse: float
-
-
-def statistics_of(requests: Iterable[AgentRequest], block_size_tokens: int = 1) -> AgentStatistics:
-    """Raises ValueError when there are no requests."""
-    sessions, prefixes, seen, lengths = set[int](), set[int](), set[Segment](), list[int]()
-    reused_tokens, last_at_s = 0, 0.0
-    for request in requests:
-        sessions.add(request.session)
-        prefixes.add(request.prefix)
-        lengths.append(request.prompt_length_tokens)
-        known = min(_leading_tokens(request.segments, seen), lengths[-1] - 1)
-        reused_tokens += known // block_size_tokens * block_size_tokens
-        seen.update(request.segments)
-        last_at_s = max(last_at_s, request.at_s)
-    if not lengths:
-        raise ValueError("no requests")
-    return AgentStatistics(
-        requests=len(lengths),
-        sessions=len(sessions),
-        prefixes=len(prefixes),
-        seconds=last_at_s,
-        mean_prompt_tokens=sum(lengths) / len(lengths),
-        most_prompt_tokens=max(lengths),
-        ideal_reuse=reused_tokens / sum(lengths),
-    )
-
-
-def _leading_tokens(segments: Iterable[Segment], seen: set[Segment]) -> int:
-    tokens = 0
-    for segment in segments:
-        if segment not in seen:
-            break
-        tokens += segment.length_tokens
-    return tokens

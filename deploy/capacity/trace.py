@@ -28,11 +28,12 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """`requests` are in the order of their times."""
+    """`requests` are in the order of their times. `notes`: what was assumed in making it, for people."""
 
     name: str
     stretch_tokens: int
     requests: tuple[TraceRequest, ...]
+    notes: tuple[str, ...] = ()
 
 
 def prompt_hashes(trace: Trace, block_size_tokens: int) -> Iterator["array[int]"]:

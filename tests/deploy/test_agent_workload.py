@@ -1,11 +1,15 @@
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetwake.deploy.capacity.agent_workload import AgentRequest, AgentSettings, agent_requests, statistics_of
+from jetwake.deploy.capacity.agent_workload import AgentRequest, AgentSettings, Skewed, agent_requests, parse_lengths
+from jetwake.deploy.capacity.prefix_reuse import PrefixReuse
+from jetwake.deploy.capacity.trace_generator import trace_of
 from jetwake.schemas.errors import SetupError
 
 SMALL = AgentSettings(requests=60, sessions=15, open_sessions=6, prefixes=4, prefix_tokens=(40, 120), user_tokens=(2, 9))
@@ -30,6 +34,10 @@ def by_session(requests: list[AgentRequest]) -> dict[int, list[AgentRequest]]:
     for request in requests:
         sessions.setdefault(request.session, []).append(request)
     return sessions
+
+
+def ideal_reuse(requests: list[AgentRequest], block_size_tokens: int) -> float:
+    return PrefixReuse(trace_of(requests, "workload", block_size_tokens), block_size_tokens).ideal
 
 
 @settings(max_examples=30, deadline=None)
@@ -94,7 +102,7 @@ def test_lengths_are_in_their_ranges_and_tokens_in_the_vocabulary() -> None:
 def test_the_mean_rate_is_kept_with_and_without_bursts(burst_share: float) -> None:
     requests = list(agent_requests(AgentSettings(requests=20_000, sessions=15_000, burst_share=burst_share)))
 
-    assert statistics_of(requests).seconds == pytest.approx(20_000 / 12.0, rel=0.05)
+    assert requests[-1].at_s == pytest.approx(20_000 / 12.0, rel=0.05)
 
 
 def test_bursts_come_close_together_and_on_one_prefix() -> None:
@@ -129,17 +137,42 @@ def test_ideal_reuse_is_that_of_the_tokens_themselves(given_settings: AgentSetti
         known.update(prompt[:length] for length in range(1, len(prompt) + 1))
 
     # What is equal by chance (a first token in 32,000) is no more than a token here and there.
-    assert statistics_of(requests).ideal_reuse == pytest.approx(reused / total, abs=0.01)
+    assert ideal_reuse(requests, 1) == pytest.approx(reused / total, abs=0.01)
 
 
 def test_blocks_make_reuse_coarser() -> None:
     requests = list(agent_requests(SMALL))
 
-    assert 0 < statistics_of(requests, 16).ideal_reuse < statistics_of(requests).ideal_reuse
-    assert statistics_of(requests, 1000).ideal_reuse == 0
+    assert 0 < ideal_reuse(requests, 16) < ideal_reuse(requests, 1)
+    assert ideal_reuse(requests, 1000) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"requests": 0}, {"rate_per_s": 0}, {"prefix_tokens": (9, 3)}, {"burst_share": 1.0}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(SetupError, match=next(iter(wrong))):
         AgentSettings(**wrong)
+
+
+def test_skewed_lengths_have_the_median_and_mean_asked_for() -> None:
+    lengths = parse_lengths("1-1000000:400:900", "--first-tokens")
+    assert isinstance(lengths, Skewed)
+    ordered = sorted(lengths.spread(20_000, Random(1)))
+
+    assert ordered[10_000] == pytest.approx(400, rel=0.01)
+    assert sum(ordered) / len(ordered) == pytest.approx(900, rel=0.03)
+    assert parse_lengths("50-250", "") == (50, 250)
+    assert parse_lengths("512", "") == (512, 512)
+
+
+@pytest.mark.parametrize("wrong", ["", "a-b", "5-10:7", "5-10:9:8", "10-5:7:8"])
+def test_lengths_that_make_no_sense_are_refused(wrong: str) -> None:
+    with pytest.raises(SetupError):
+        parse_lengths(wrong, "--first-tokens")
+
+
+def test_popular_prefixes_are_taken_more_often() -> None:
+    settings = AgentSettings(requests=5000, sessions=5000, prefixes=50, prefix_tokens=(10, 20), sharing=1.0, burst_share=0.0)
+    counts = Counter(request.prefix for request in agent_requests(settings))
+
+    assert counts[0] == pytest.approx(2 * counts[1], rel=0.2)
+    assert counts[0] == pytest.approx(5000 / 4.499, rel=0.1)  # the 50th harmonic number
