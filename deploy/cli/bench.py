@@ -1,10 +1,13 @@
-"""Measure this installation: `bench overhead`, `bench router`, `bench routing`, `bench latency`."""
+"""Measure this installation: `bench overhead`, `bench router`, `bench routing`, `bench latency`, `bench live`, `bench batch`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import AsJson, Broker, Policy, WhichModel, run, say, takes_broker
+from .common import AsJson, Broker, Policy, WhichModel, run, say, takes, takes_broker
+from .replay_options import Report, progress_bar, publish
+from .trace_options import TextFiles
 
 app = typer.Typer()
 
@@ -91,5 +94,87 @@ def latency(
         if not all(length.isdigit() and int(length) for length in lengths):
             raise SetupError(f"--prompt-tokens takes numbers with commas between, not {prompt_tokens!r}")
         print_latency(await measure_latency(broker.settings(), model, [int(length) for length in lengths], requests, max_tokens), as_json)
+
+    run(body)
+
+
+@app.command()
+@takes("texts", TextFiles)
+@takes_broker
+def live(
+    broker: Broker,
+    texts: TextFiles,
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="A trace, as `jetwake replay` takes it; may be gzipped.")],
+    speedup: Annotated[float, typer.Option(help="Requests come so many times as fast as in the trace.")] = 1.0,
+    limit: Annotated[int, typer.Option(min=0, help="Only the first so many requests. 0: all.")] = 0,
+    scale: Annotated[float, typer.Option(min=0.0, help="Lengths times this. 0: 1, or less where the model takes less.")] = 0.0,
+    http: Annotated[str, typer.Option(metavar="URL", help="Through this OpenAI endpoint (http://localhost:8000) instead of NATS.")] = "",
+    model: WhichModel = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Deadline of every request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
+    replay_profile: Annotated[str, typer.Option(help="Replay the same on the same fleet with this profile too, and compare.")] = "",
+    policy: Policy = "kv_aware",
+    report: Report = None,
+    requests: Annotated[Path | None, typer.Option(metavar="OUT.jsonl", help="Write one line for each request.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; with --replay-profile a second line.")] = False,
+) -> None:
+    """Send a trace to a running system at the trace's own times, and report what a replay reports.
+
+    Prompts are made up: requests that share a prefix in the trace share one here. --policy is that of the replay alone.
+    """
+
+    async def body() -> None:
+        from ..bench_live import LivePlan, measure_live
+        from ..capacity.profiles import profile_named
+        from ..capacity.replay import replay
+        from ..capacity.trace_slice import sliced
+
+        plan = LivePlan(model, http, scale, seed, timeout_s)
+        profile = profile_named(replay_profile) if replay_profile else None
+        asked = sliced(texts.read(trace), limit, speedup)
+        settings = broker.settings() if broker.nats_url or not http else None
+        with progress_bar(1, f"sending {len(asked.requests):,} requests") as tell:
+            measured = await measure_live(asked, settings, plan, say, lambda part: tell(0, part))
+        labels, results = ["live"], [measured.result]
+        if profile is not None:
+            labels.append(f"replay, {profile.name}")
+            results.append(replay(measured.trace, measured.settings(profile, policy)))
+        publish(f"{asked.name}, live", labels, results, as_json, report, requests, marked=False)
+
+    run(body)
+
+
+@app.command()
+def batch(
+    http: Annotated[str, typer.Option(metavar="URL", help="The OpenAI endpoint of a running system.")] = "http://127.0.0.1:8000/v1",
+    model: WhichModel = None,
+    windows: Annotated[int, typer.Option(min=2, help="With and without a batch, in turns.")] = 8,
+    window_s: Annotated[float, typer.Option(min=1.0)] = 20.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Interactive requests per second.")] = 4.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of interactive requests.")] = 1000,
+    lines: Annotated[int, typer.Option(min=10, help="Of the batch; more than it can do in a window.")] = 4_000,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="That lines of the batch share.")] = 1000,
+    line_max_tokens: Annotated[int, typer.Option(min=1, help="That each line generates.")] = 64,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What a running batch does to the time to first token of interactive requests beside it."""
+
+    async def body() -> None:
+        from ..bench_batch import BatchBenchPlan, measure_batch, print_batch
+
+        plan = BatchBenchPlan(
+            http=http,
+            model=model,
+            windows=windows,
+            window_s=window_s,
+            rate_per_s=rate,
+            prompt_tokens=prompt_tokens,
+            lines=lines,
+            prefix_tokens=prefix_tokens,
+            line_max_tokens=line_max_tokens,
+            seed=seed,
+        )
+        print_batch(await measure_batch(plan, say), as_json)
 
     run(body)

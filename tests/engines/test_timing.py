@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jetwake.consumers.step_clock import StepClock
-from jetwake.consumers.timing import DYNAMO_DEFAULT, ZERO, timing_named
+from jetwake.consumers.timing import DYNAMO_DEFAULT, ZERO, Timing, timing_named
 from jetwake.schemas.errors import SetupError
 
 
@@ -30,7 +30,7 @@ def test_named() -> None:
         timing_named("zero", speed=0)
 
 
-class CountedTiming:
+class CountedTiming(Timing):
     """Remembers the batch of each step; a decode step takes a little."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CountedTiming:
     def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
         return new_tokens / 1e6
 
-    def decode_step_s(self, batch: int, used_fraction: float) -> float:
+    def decode_step_s(self, batch: int, used_fraction: float, context_tokens: float) -> float:
         self.batches.append(batch)
         return 1e-4
 
@@ -51,7 +51,7 @@ async def test_decoding_sequences_share_steps() -> None:
 
     async def sequence() -> None:
         for _ in range(5):
-            assert await clock.decode()
+            assert await clock.decode(1)
 
     await asyncio.gather(*(sequence() for _ in range(8)))
     runner.cancel()
@@ -71,7 +71,7 @@ async def test_prefill_and_decode_take_turns() -> None:
 
     gone = asyncio.ensure_future(clock.prefill(10, 0))
     waiting = [note("p", asyncio.ensure_future(clock.prefill(10, 0))) for _ in range(4)]
-    waiting.append(note("d", asyncio.ensure_future(clock.decode())))
+    waiting.append(note("d", asyncio.ensure_future(clock.decode(1))))
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.gather(*waiting)
@@ -82,5 +82,5 @@ async def test_prefill_and_decode_take_turns() -> None:
 async def test_no_time_needs_no_loop() -> None:
     clock = StepClock(ZERO, lambda: 0.0)
     await clock.prefill(1000, 0)
-    assert not await clock.decode()
+    assert not await clock.decode(1)
     assert clock.last_step_at > 0
