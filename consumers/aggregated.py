@@ -10,13 +10,15 @@ from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
-from ..schemas.errors import JetwakeError, RequestEnded
+from ..schemas.errors import HandoffRefused, JetwakeError, RequestEnded
 from ..schemas.prefill import PrefillJob
 from ..schemas.requests import InferenceRequest
+from ..schemas.tokens import token_count
 from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .block_ledger import BlockLedger
-from .engine import Engine
+from .continuing import Continuing
+from .engine import Engine, Leg
 from .legs import leg_of
 from .workload import Prefilling, Workload
 
@@ -32,6 +34,7 @@ class AggregatedConsumer:
         in_flight: InFlight,
         work: Workload,
         ledger: BlockLedger,
+        continuing: Continuing,
     ) -> None:
         self._engine = engine
         self._card = card
@@ -41,6 +44,7 @@ class AggregatedConsumer:
         self._endings = Endings(publisher, terminals)
         self._work = work
         self._ledger = ledger
+        self._continuing = continuing
 
     def room(self) -> int:
         return min(self._ledger.claimable(), self._work.free_slots())
@@ -48,14 +52,24 @@ class AggregatedConsumer:
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
         request = job.request
-        answer = Answer(self._publisher, request)
+        if self._continuing.is_done(request):
+            return
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
                 async with self._in_flight.guard(request, "generation"), self._ledger.reserve(self._need_blocks(request)):
-                    await self._generate(request, answer, prefilling)
+                    self._continuing.begin(request)
+                    given = (await self._continuing.given(request)).tokens
+                    answer = Answer(self._publisher, request, given)
+                    await self._generate(leg_of(request, forced_tokens=given), answer, prefilling)
                 await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens))
+                self._continuing.done(request)
+            except HandoffRefused as error:
+                await self._endings.again(request, error, is_fault=delivery.deliveries > 1)
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
+
+    async def again(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
+        await self._endings.again(delivery.message.request, error, worker=self._card.worker)
 
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
@@ -64,9 +78,9 @@ class AggregatedConsumer:
         block_size_tokens = self._card.compatibility.block_size_tokens
         return BlockLedger.need_blocks(request, self._card.max_model_len_tokens, block_size_tokens)
 
-    async def _generate(self, request: InferenceRequest, answer: Answer, prefilling: Prefilling) -> None:
-        async with aclosing(self._engine.generate(leg_of(request))) as outputs:
+    async def _generate(self, leg: Leg, answer: Answer, prefilling: Prefilling) -> None:
+        async with aclosing(self._engine.generate(leg)) as outputs:
             async for output in outputs:
                 if answer.last is None:
-                    prefilling.measured(request.prompt_length_tokens - output.cached_tokens)
+                    prefilling.measured(token_count(leg.prompt_tokens) - output.cached_tokens)
                 await answer.add(output)

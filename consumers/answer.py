@@ -1,40 +1,67 @@
 """One answer on its way out: engine outputs in, token chunks to `jw.replies.<gateway>.<request>`, and the words for its end.
 
-Offsets below `already_sent` were given to the client by somebody else (the prefill worker's first token) and are not sent again,
-but they count for the terminal, which repeats every token.
+The tokens in `given` were sent to the client by somebody else (the prefill worker, an earlier attempt) and are not sent again, but
+they count for the terminal, which repeats every token. Now and then all tokens so far go to `jw.answers.*`, from where another
+worker continues if this one dies.
 """
 
+import asyncio
 from collections.abc import Sequence
 
+from ..pipeline.checkpoints import checkpoint
 from ..pipeline.publish import Publisher
 from ..schemas import subjects
-from ..schemas.errors import EngineRefused
+from ..schemas.errors import AnswerDiverged, BrokerUnavailable, EngineRefused
 from ..schemas.replies import Finished, PositionLogprobs, TokenChunk
 from ..schemas.requests import InferenceRequest
 from ..schemas.tokens import token_count
 from .engine import EngineOutput, FinishReason
 
+CHECKPOINT_EVERY_S = 0.5
+CHECKPOINT_EVERY_TOKENS = 64
+CHECKPOINT_AT_MOST_EVERY_S = 0.1
+LEAST_GROWTH = 16
+"""A checkpoint repeats all tokens: none before they grew by one in so many, so that all of them stay within so many times the answer."""
+
 
 class Answer:
-    def __init__(self, publisher: Publisher, request: InferenceRequest, already_sent: int = 0) -> None:
+    def __init__(self, publisher: Publisher, request: InferenceRequest, given: bytes = b"") -> None:
         self._publisher = publisher
         self._request = request
         self._subject = subjects.reply(request.gateway, request.request_id)
-        self._already_sent = already_sent
+        self._given = given
+        self._sent = token_count(given)
+        self._kept = self._sent
+        self._clock = asyncio.get_running_loop().time
+        self._kept_at_s = self._clock()
         self.tokens = b""
         self.logprobs: list[PositionLogprobs] = []
         self.last: EngineOutput | None = None
 
     async def add(self, output: EngineOutput) -> None:
-        """Takes the next output and sends what of it is new to the client."""
-        offset = token_count(self.tokens)
+        """Takes the next output and sends what of it is new to the client. Raises AnswerDiverged when it is not what was given before."""
+        expected = self._given[len(self.tokens) : len(self.tokens) + len(output.tokens)]
+        if not output.tokens.startswith(expected):
+            raise AnswerDiverged("the engine did not repeat the tokens that were given before")
+        self.last = output
         self.tokens += output.tokens
         self.logprobs.extend(output.logprobs)
-        self.last = output
-        skip = min(max(0, self._already_sent - offset), token_count(output.tokens))
-        await self.send(offset + skip, output.tokens[4 * skip :], output.logprobs[skip:])
+        offset, cached_tokens = self._sent, output.cached_tokens if self._sent == 0 else None
+        try:
+            await self.send(offset, self.tokens[4 * offset :], self.logprobs[offset:], cached_tokens)
+            self._sent = max(offset, token_count(self.tokens))
+            if output.finish_reason is None and self._is_worth_keeping():
+                self._kept, self._kept_at_s = self._sent, self._clock()
+                await checkpoint(self._publisher, self._request, self.tokens)
+        except BrokerUnavailable:
+            return  # too much was sent since the connection broke: it goes with the next output, or with the terminal
 
-    async def send(self, offset: int, tokens: bytes, logprobs: Sequence[PositionLogprobs]) -> None:
+    def _is_worth_keeping(self) -> bool:
+        new, age_s = self._sent - self._kept, self._clock() - self._kept_at_s
+        due = age_s >= CHECKPOINT_EVERY_S or (new >= CHECKPOINT_EVERY_TOKENS and age_s >= CHECKPOINT_AT_MOST_EVERY_S)
+        return due and new > 0 and new * LEAST_GROWTH >= self._kept
+
+    async def send(self, offset: int, tokens: bytes, logprobs: Sequence[PositionLogprobs], cached_tokens: int | None = None) -> None:
         if tokens:
             chunk = TokenChunk(
                 request_id=self._request.request_id,
@@ -42,13 +69,19 @@ class Answer:
                 offset=offset,
                 tokens=tokens,
                 logprobs=list(logprobs),
+                cached_tokens=cached_tokens,
             )
             await self._publisher.send(self._subject, chunk)
 
     def finished(self, prefill_worker: str, decode_worker: str, predicted_cached_tokens: int) -> Finished:
-        """The terminal of an answer whose last output named a reason. Raises EngineRefused when none did: that is no answer."""
+        """The terminal of an answer whose last output named a reason. Raises EngineRefused when none did: that is no answer.
+
+        Raises AnswerDiverged when it ended before the end of what was given.
+        """
         if self.last is None or self.last.finish_reason is None:
             raise EngineRefused("the engine ended the answer without saying why")
+        if len(self.tokens) < len(self._given):
+            raise AnswerDiverged("the engine ended the answer before the end of what was given")
         return finished(
             self._request,
             self.tokens,
@@ -90,4 +123,5 @@ def finished(
         kv_bytes=kv_bytes,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
+        text_rules=request.sampling.text_rules,
     )

@@ -19,7 +19,7 @@ class BlockLedger:
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity_blocks = capacity_blocks
-        self._promised_blocks = 0
+        self._promised_blocks = self._wanted_blocks = 0
         self._waiting = 0
         self._recent_needs: deque[int] = deque([1], maxlen=64)
         self._freed = asyncio.Condition()
@@ -29,6 +29,10 @@ class BlockLedger:
         """Prompt and whole answer."""
         tokens = min(request.prompt_length_tokens + request.sampling.max_tokens, max_model_len_tokens)
         return block_count(tokens, block_size_tokens)
+
+    def promised_blocks(self) -> int:
+        """What the requests in hand need in all, those that wait here included."""
+        return self._promised_blocks + self._wanted_blocks
 
     def claimable(self) -> int:
         """Pure: how many more handoffs may be claimed now."""
@@ -45,10 +49,12 @@ class BlockLedger:
         self._recent_needs.append(need_blocks)
         async with self._freed:
             self._waiting += 1
+            self._wanted_blocks += need_blocks
             try:
                 await self._freed.wait_for(lambda: self._promised_blocks + need_blocks <= self._capacity_blocks)
             finally:
                 self._waiting -= 1
+                self._wanted_blocks -= need_blocks
             self._promised_blocks += need_blocks
         try:
             yield

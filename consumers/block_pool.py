@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-MAX_UNTAKEN_EVENTS = 100_000
+MAX_UNTAKEN_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,15 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    block_hash: int
+    """Neighbours in a chain, in its order; `parent_hash` is the one before the first."""
+
+    block_hashes: Sequence[int]
     parent_hash: int
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    block_hash: int
+    block_hashes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class BlockPool:
         self._record_events = record_events
         self._events: list[PoolEvent] = []
         self._events_lost = False
+        self._untaken_blocks = 0
 
     @property
     def free_blocks(self) -> int:
@@ -115,31 +118,38 @@ class BlockPool:
 
         A prefix that another block is cached for already stays with that block.
         """
-        hash_of, block_of = self._hash_of, self._block_of
+        hash_of, block_of, owners = self._hash_of, self._block_of, self._owners
+        fresh, fresh_from = list[int](), start
         for place in range(start, len(hashes)):
             block, block_hash = blocks[place], hashes[place]
-            if not self._owners[block]:
+            if not owners[block]:
                 raise ValueError(f"block {block} is not in use")
             if block_hash in block_of or hash_of[block] is not None:
+                if fresh:
+                    self._note_stored(fresh, hashes[fresh_from - 1] if fresh_from else root)
+                    fresh = []
+                fresh_from = place + 1
                 continue
             hash_of[block] = block_hash
             block_of[block_hash] = block
-            if self._record_events:
-                self._note(Stored(block_hash, hashes[place - 1] if place else root))
+            fresh.append(block_hash)
+        if fresh:
+            self._note_stored(fresh, hashes[fresh_from - 1] if fresh_from else root)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner lets go of each of these. The last owner's cached blocks stay hittable until their room is needed."""
+        owners, hash_of, idle = self._owners, self._hash_of, self._idle
         for block in reversed(blocks):
-            owners = self._owners[block] - 1
-            if owners < 0:
+            left = owners[block] - 1
+            if left < 0:
                 raise ValueError(f"block {block} is not in use")
-            self._owners[block] = owners
-            if owners:
+            owners[block] = left
+            if left:
                 continue
-            if self._hash_of[block] is None:
+            if hash_of[block] is None:
                 self._blank.append(block)
             else:
-                self._idle[block] = None
+                idle[block] = None
 
     def clear_cache(self) -> None:
         """Forget every cached prefix. Blocks in use stay in use."""
@@ -149,14 +159,14 @@ class BlockPool:
         self._blank.extend(self._idle)
         self._idle.clear()
         if self._record_events:
-            self._note(Cleared())
+            self._note(Cleared(), 1)
 
     def cached_hashes(self) -> Iterator[int]:
         return iter(self._block_of)
 
     def take_events(self) -> PoolEvents:
         taken = PoolEvents(self._events, self._events_lost)
-        self._events, self._events_lost = [], False
+        self._events, self._events_lost, self._untaken_blocks = [], False, 0
         return taken
 
     def _take(self, count: int) -> list[int]:
@@ -164,23 +174,30 @@ class BlockPool:
         split = max(len(self._blank) - count, 0)
         taken = self._blank[split:]
         del self._blank[split:]
-        while len(taken) < count:
-            block, _ = self._idle.popitem(last=False)
-            self._forget(block)
-            taken.append(block)
+        if len(taken) < count:
+            hash_of, next_idle, gone = self._hash_of, self._idle.popitem, list[int]()
+            while len(taken) < count:
+                block, _ = next_idle(False)
+                block_hash = hash_of[block]
+                if block_hash is not None:
+                    hash_of[block] = None
+                    del self._block_of[block_hash]
+                    gone.append(block_hash)
+                taken.append(block)
+            if self._record_events and gone:
+                self._note(Removed(gone), len(gone))
+        owners = self._owners
         for block in taken:
-            self._owners[block] = 1
+            owners[block] = 1
         return taken
 
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            self._hash_of[block] = None
-            del self._block_of[block_hash]
-            if self._record_events:
-                self._note(Removed(block_hash))
+    def _note_stored(self, block_hashes: Sequence[int], parent_hash: int) -> None:
+        if self._record_events:
+            self._note(Stored(block_hashes, parent_hash), len(block_hashes))
 
-    def _note(self, event: PoolEvent) -> None:
-        if len(self._events) >= MAX_UNTAKEN_EVENTS:
-            self._events, self._events_lost = [], True
+    def _note(self, event: PoolEvent, blocks: int) -> None:
+        self._untaken_blocks += blocks
+        if self._untaken_blocks > MAX_UNTAKEN_BLOCKS:
+            self._events, self._events_lost, self._untaken_blocks = [], True, 0
+            return
         self._events.append(event)

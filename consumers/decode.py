@@ -16,15 +16,18 @@ from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
 from ..schemas import subjects
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import HandoffRefused, JetwakeError, PullFailed, RequestEnded
+from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded
 from ..schemas.prefill import ReleaseKv
-from ..schemas.tokens import token_count
 from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .block_ledger import BlockLedger
+from .continuing import Continuing
 from .engine import Engine, EngineInfo
 from .legs import leg_of
 from .workload import Workload
+
+HOLD_MARGIN_NS = 250_000_000
+"""Two processes read the broker's time this well, and better."""
 
 
 class DecodeConsumer:
@@ -43,6 +46,7 @@ class DecodeConsumer:
         work: Workload,
         ledger: BlockLedger,
         alive: Callable[[], Mapping[str, WorkerCard]],
+        continuing: Continuing,
     ) -> None:
         self._work = work
         self._engine = engine
@@ -55,6 +59,7 @@ class DecodeConsumer:
         self._alive = alive
         self._endings = Endings(publisher, terminals)
         self._ledger = ledger
+        self._continuing = continuing
 
     def room(self) -> int:
         return min(self._ledger.claimable(), self._work.free_slots())
@@ -62,23 +67,32 @@ class DecodeConsumer:
     async def handle(self, delivery: Delivery[KvHandoff]) -> None:
         handoff = delivery.message
         request = handoff.request
-        answer = Answer(self._publisher, request, already_sent=token_count(handoff.first_tokens))
+        if self._continuing.is_done(request, "decode"):
+            return
+        answer = Answer(self._publisher, request, handoff.first_tokens)
         async with self._work.holding(request):
             try:
                 async with self._in_flight.guard(request, "decode"):
                     self._validate(delivery)
                     need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
                     async with self._ledger.reserve(need_blocks):
+                        self._check_kept(handoff)  # again: waiting for room takes time
+                        self._continuing.begin(request, "decode")
                         await self._generate(handoff, answer)
                 await self._terminals.end(
                     request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
                 )
+                self._continuing.done(request, "decode")
             except RequestEnded as ending:
                 await self._release(handoff, answer, str(ending))
                 await self._endings.ended_early(request, ending)
             except (PullFailed, HandoffRefused) as error:
                 await self._release(handoff, answer, str(error))
                 await self._endings.again(request, error)
+
+    async def again(self, delivery: Delivery[KvHandoff], error: JetwakeError) -> None:
+        await self._order_release(delivery.message, str(error))
+        await self._endings.again(delivery.message.request, error, worker=self._card.worker)
 
     async def fail(self, delivery: Delivery[KvHandoff], error: JetwakeError) -> None:
         handoff = delivery.message
@@ -89,6 +103,8 @@ class DecodeConsumer:
         leg = leg_of(handoff.request, kv=handoff.kv, forced_tokens=handoff.first_tokens)
         async with aclosing(self._engine.generate(leg)) as outputs:
             async for output in outputs:
+                if answer.last is None:
+                    self._check_kept(handoff)  # what was pulled from blocks that were free by then may be anybody's
                 await answer.add(output)
 
     def _validate(self, delivery: Delivery[KvHandoff]) -> None:
@@ -96,13 +112,16 @@ class DecodeConsumer:
         handoff = delivery.message
         if delivery.deliveries > 1:
             raise HandoffRefused("this handoff was delivered before: its blocks may be pulled or reused already")
-        if self._clock.now_ns() >= handoff.hold_until_ns:
-            raise HandoffRefused("the prefill worker no longer keeps these blocks")
+        self._check_kept(handoff)
         owner = self._alive().get(handoff.prefill_worker)
         if owner is None or owner.incarnation != handoff.prefill_incarnation:
-            raise HandoffRefused(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
+            raise HandoffStale(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
         if owner.compatibility != self._card.compatibility:
             raise HandoffRefused(f"prefill worker {handoff.prefill_worker} is not compatible with {self._card.worker}")
+
+    def _check_kept(self, handoff: KvHandoff) -> None:
+        if self._clock.now_ns() >= handoff.hold_until_ns - HOLD_MARGIN_NS:
+            raise HandoffStale("the prefill worker no longer keeps these blocks")
 
     async def _release(self, handoff: KvHandoff, answer: Answer, reason: str) -> None:
         """Tell the prefill worker that nobody will pull, unless the first output already shows that it was pulled."""

@@ -17,7 +17,7 @@ from ..schemas.blocks import block_count
 from ..schemas.decode import KvReference
 from ..schemas.errors import EngineDead, EngineRefused, PullFailed
 from ..schemas.replies import PositionLogprobs
-from ..schemas.tokens import pack_tokens, token_count
+from ..schemas.tokens import pack_tokens, token_count, unpack_tokens
 from .block_pool import BlockPool
 from .engine import BlockChange, EngineInfo, EngineOutput, EngineStats, Held, Leg, Peer, Prefilled
 from .kv_transfer_nixl import KvTransfer, Pull
@@ -57,6 +57,7 @@ class SimulatedEngine:
         self._cache = SimulatedCache(self.pool, self._transfer.arena)
         self._clock = StepClock(settings.timing, self._cache.used_fraction)
         self._slots = asyncio.Semaphore(settings.slots)
+        self._prefill_turn = asyncio.Lock()
         self._counters = Counter[str]()
         self._leases = LeaseBook(self._transfer, self._cache, self._counters)
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,20 +156,44 @@ class SimulatedEngine:
 
     async def ping(self, timeout_s: float) -> None:
         self._check_alive()
+        if self._clock.frozen:
+            async with self._unless_stopped():
+                await asyncio.sleep(timeout_s)
+            raise EngineDead(f"the simulated engine did not answer within {timeout_s:g} s")
 
     async def drain(self) -> None:
         async with self._unless_stopped():
-            while self._running or self._waiting or len(self._leases):
+            while self._running or self._waiting or len(self._leases) or self._transfer.poll_unsettled():
                 await self._cache.changed.wait()
 
     async def stop(self) -> None:
-        self._is_stopped = True
-        for wait in self._waits:
-            wait.reschedule(_now())
+        self.die()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._transfer.stop()
+
+    # ---- what goes wrong with engines
+
+    def die(self) -> None:
+        """As if its processes had been killed: everything in hand and every later call raises EngineDead."""
+        self._is_stopped = True
+        for wait in self._waits:
+            wait.reschedule(_now())
+
+    def stall(self) -> None:
+        """As if its processes had been stopped: no step ends, no ping is answered, nothing fails. Until `go_on`."""
+        self._clock.freeze()
+
+    def go_on(self) -> None:
+        self._clock.thaw()
+
+    def _suffer(self, leg: Leg) -> None:
+        """What the settings say that a prompt with certain tokens does to this engine."""
+        if self._settings.dies_on_token is not None and self._settings.dies_on_token in unpack_tokens(leg.prompt_tokens):
+            self.die()
+        if self._settings.stalls_on_token is not None and self._settings.stalls_on_token in unpack_tokens(leg.prompt_tokens):
+            self.stall()
 
     # ---- one leg
 
@@ -177,6 +202,7 @@ class SimulatedEngine:
         """A slot for the leg while the body runs; at the end its blocks go, once no transfer can write to them."""
         self._check_alive()
         answer = begin(leg, self._limits)
+        self._suffer(leg)
         run = _Run(answer.sequence, leg=leg, answer=answer)
         self._refuse_what_never_fits(min(most_tokens, self._settings.max_model_len_tokens))
         if leg.engine_request_id in self._leases:
@@ -208,11 +234,15 @@ class SimulatedEngine:
             self._waiting -= 1
 
     async def _compute(self, run: _Run) -> None:
-        """Fill the cache with the sequence so far, as a prefill step does."""
-        await self._allocate(run)
-        context = run.hits * self._settings.block_size_tokens
-        await self._clock.prefill(run.sequence.num_tokens - context, context)
-        self._cache.fill(run)
+        """Fill the cache with the sequence so far, as a prefill step does.
+
+        Looks into the cache when its turn comes, as vLLM does: one that waited behind another with its prefix finds that cached.
+        """
+        async with self._prefill_turn:
+            await self._allocate(run)
+            context = run.hits * self._settings.block_size_tokens
+            await self._clock.prefill(run.sequence.num_tokens - context, context)
+            self._cache.fill(run)
         if not run.steps:
             run.cached_tokens = context
 
@@ -242,7 +272,7 @@ class SimulatedEngine:
         count = 1
         if run.steps or run.leg.kv is not None:
             await self._make_room(run)
-            is_timed = await self._clock.decode()
+            is_timed = await self._clock.decode(run.sequence.num_tokens)
             count = 1 if is_timed or not run.steps else TOKENS_WITHOUT_TIME
         run.steps += 1
         tokens, logprobs = self._draw(run, count)

@@ -6,6 +6,7 @@ numbers have no gaps within an incarnation, and a snapshot is exactly the state 
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Sequence
 
 from ..pipeline.connection import Bus, RawMessage
@@ -17,6 +18,7 @@ from ..schemas.errors import BusError
 from ..schemas.kv_events import KvChange, KvEvents, KvSnapshotChunk
 from ..schemas.workers import WorkerCard
 from .engine import BlockChange, Engine
+from .untold_blocks import UntoldBlocks
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +27,16 @@ HASHES_PER_MESSAGE = 32_768
 
 
 class KvEventPublisher:
-    def __init__(self, engine: Engine, card: WorkerCard, bus: Bus, publisher: Publisher) -> None:
+    """`held`: what the cache is known to hold, by hash: changed as the engine tells, and handed on to the next incarnation."""
+
+    def __init__(self, engine: Engine, card: WorkerCard, bus: Bus, publisher: Publisher, held: dict[int, None]) -> None:
         self._engine = engine
         self._card = card
         self._bus = bus
         self._publisher = publisher
-        self._held: dict[int, None] = {}
+        self._held = held
         self._number = 0
+        self.untold = UntoldBlocks(card.compatibility.block_size_tokens)
         self._asked: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(self) -> None:
@@ -56,6 +61,7 @@ class KvEventPublisher:
                 )
                 try:
                     await self._publisher.send(subjects.kv(self._card.worker), events)
+                    self.untold.told(time.monotonic())
                 except BusError as error:  # readers see the gap in the numbers and ask for a snapshot
                     log.warning("KV events %d not told: %s", self._number, error)
             await asyncio.sleep(BATCH_EVERY_S)  # what happens meanwhile goes out together

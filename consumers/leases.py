@@ -16,7 +16,7 @@ from ..pipeline.in_flight import InFlight
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import RequestEnded, Undecodable
+from ..schemas.errors import JetwakeError, RequestEnded, Undecodable
 from ..schemas.prefill import ReleaseKv
 from ..schemas.requests import InferenceRequest
 from .engine import Engine
@@ -56,6 +56,15 @@ class HeldHandoffs:
         await self._engine.release([engine_request_id])
         self._drop(engine_request_id)
 
+    async def hand_back_all(self, error: JetwakeError) -> int:
+        """Nobody pulled these: they are prefilled by others, and the handoffs that still wait for them are fenced. How many."""
+        still_held = await self._engine.held()
+        held = [handoff for name, handoff in self._held.items() if name in still_held]
+        for handoff in held:
+            await self._endings.again(handoff.request, error)
+            await self.release(handoff.kv.engine_request_id)
+        return len(held)
+
     async def run(self) -> None:
         """Renews, releases and counts until cancelled. Raises EngineDead."""
         while True:
@@ -84,7 +93,7 @@ class HeldHandoffs:
             held = still_held.get(engine_request_id)
             if held is None:
                 self._drop(engine_request_id)
-            elif ending := self._in_flight.ending(handoff.request, "while its handoff waited"):
+            elif ending := self._in_flight.expired(handoff.request, "while its handoff waited"):
                 await self._end(handoff.request, engine_request_id, ending)
             elif now_ns >= handoff.hold_until_ns:
                 await self.release(engine_request_id)

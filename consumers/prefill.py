@@ -14,10 +14,11 @@ from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
 from ..schemas import subjects
 from ..schemas.decode import KvHandoff, KvReference
-from ..schemas.errors import JetwakeError, RequestEnded
+from ..schemas.errors import AnswerDiverged, HandoffRefused, JetwakeError, RequestEnded
 from ..schemas.prefill import PrefillJob
 from ..schemas.workers import WorkerCard
 from .answer import Answer, finished
+from .continuing import Continuing
 from .engine import Engine, Prefilled
 from .leases import HeldHandoffs
 from .legs import leg_of
@@ -45,6 +46,7 @@ class PrefillConsumer:
         in_flight: InFlight,
         held: HeldHandoffs,
         work: Workload,
+        continuing: Continuing,
     ) -> None:
         self._engine = engine
         self._card = card
@@ -56,6 +58,7 @@ class PrefillConsumer:
         self._held = held
         self._endings = Endings(publisher, terminals)
         self._work = work
+        self._continuing = continuing
 
     def room(self) -> int:
         """How many more jobs fit now: free slots, none while too many blocks wait to be pulled."""
@@ -66,23 +69,38 @@ class PrefillConsumer:
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
         request = job.request
+        if self._continuing.is_done(request):
+            return
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
                 async with self._in_flight.guard(request, "prefill"):
-                    prefilled = await self._engine.prefill(leg_of(request))
+                    self._continuing.begin(request)
+                    given = (await self._continuing.given(request)).tokens
+                    prefilled = await self._engine.prefill(leg_of(request, forced_tokens=given[:4]))
                 prefilling.measured(request.prompt_length_tokens - prefilled.cached_tokens)
-                await self._pass_on(job, prefilled)
+                await self._pass_on(job, prefilled, given)
+                self._continuing.done(request)
+            except HandoffRefused as error:
+                await self._endings.again(request, error, is_fault=delivery.deliveries > 1)
             except RequestEnded as ending:
                 await self._endings.ended_early(request, ending)
+
+    async def again(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
+        await self._endings.again(delivery.message.request, error, worker=self._card.worker)
 
     async def fail(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message.request, error)
 
-    async def _pass_on(self, job: PrefillJob, prefilled: Prefilled) -> None:
+    async def _pass_on(self, job: PrefillJob, prefilled: Prefilled, given: bytes) -> None:
+        """`given`: what earlier attempts gave, which was sent already."""
         request = job.request
-        await Answer(self._publisher, request).send(0, prefilled.first_tokens, prefilled.logprobs)
+        is_end = prefilled.kv is None
+        if given and (prefilled.first_tokens != given if is_end else not given.startswith(prefilled.first_tokens)):
+            raise AnswerDiverged("the engine did not repeat the tokens that were given before")
+        if not given:
+            await Answer(self._publisher, request).send(0, prefilled.first_tokens, prefilled.logprobs, prefilled.cached_tokens)
         if prefilled.kv is not None:
-            await self._hand_off(job, prefilled, prefilled.kv)
+            await self._hand_off(job, prefilled, prefilled.kv, given or prefilled.first_tokens)
         elif prefilled.finish_reason is not None:
             await self._terminals.end(
                 request,
@@ -98,7 +116,7 @@ class PrefillConsumer:
                 ),
             )
 
-    async def _hand_off(self, job: PrefillJob, prefilled: Prefilled, kv: KvReference) -> None:
+    async def _hand_off(self, job: PrefillJob, prefilled: Prefilled, kv: KvReference, sent: bytes) -> None:
         request = job.request
         now_ns = self._clock.now_ns()
         hold_until_ns = now_ns + int(self._limits.hold_s * 1e9)
@@ -109,7 +127,7 @@ class PrefillConsumer:
             kv=kv,
             prefill_worker=self._card.worker,
             prefill_incarnation=self._card.incarnation,
-            first_tokens=prefilled.first_tokens,
+            first_tokens=sent,
             first_logprobs=list(prefilled.logprobs),
             predicted_cached_tokens=job.predicted_cached_tokens,
             hold_until_ns=hold_until_ns,

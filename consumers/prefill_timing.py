@@ -19,11 +19,11 @@ class PrefillTimingFit:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._last_end_s = 0.0
 
-    def add(self, new_tokens: int, started_s: float, ended_s: float) -> None:
+    def add(self, new_tokens: float, started_s: float, ended_s: float) -> None:
         """One job. While several run at once each waits for the others: its own time begins when the one before it ended."""
         seconds = ended_s - max(started_s, self._last_end_s)
         self._last_end_s = max(self._last_end_s, ended_s)
-        x, y = float(new_tokens), max(0.0, seconds)
+        x, y = new_tokens, max(0.0, seconds)
         self._weight = FORGETTING * self._weight + 1.0
         self._x = FORGETTING * self._x + x
         self._y = FORGETTING * self._y + y

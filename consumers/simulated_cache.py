@@ -7,14 +7,13 @@ every change.
 import asyncio
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas.blocks import block_count
-from .block_pool import BlockPool, PoolEvent, Removed, Stored
+from .block_pool import BlockPool, Cleared, PoolEvent, Removed, Stored
 from .engine import BlockChange
 from .simulated_model import TokenSequence
 
@@ -107,14 +106,12 @@ def block_changes(pool: BlockPool) -> list[BlockChange]:
     if taken.lost:
         return [BlockChange("cleared"), BlockChange("stored", list(pool.cached_hashes()))]
     return [
-        BlockChange(kind, [block for _, block in group if block is not None])
-        for kind, group in groupby(map(_kind, taken.events), itemgetter(0))
+        BlockChange(kind, [block for event in group if not isinstance(event, Cleared) for block in event.block_hashes])
+        for kind, group in groupby(taken.events, _kind)
     ]
 
 
-def _kind(event: PoolEvent) -> tuple[Literal["stored", "removed", "cleared"], int | None]:
+def _kind(event: PoolEvent) -> Literal["stored", "removed", "cleared"]:
     if isinstance(event, Stored):
-        return "stored", event.block_hash
-    if isinstance(event, Removed):
-        return "removed", event.block_hash
-    return "cleared", None
+        return "stored"
+    return "removed" if isinstance(event, Removed) else "cleared"

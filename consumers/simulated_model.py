@@ -2,10 +2,12 @@
 
 A prefix has a 64-bit fingerprint: the chained block hash of its full blocks, then the same hash over the tokens of a part-full last
 block. It stands for the KV cache (it fills the block's bytes) and gives the next token, which therefore depends on every token
-before it, on what the root hash names (model, LoRA, salt), and with a temperature on the seed. Probabilities are made up, but
-always the same. There is no tokenizer here, so what needs text is refused.
+before it, on what the root hash names (model, LoRA, salt), and with a temperature on the seed; without a seed, no two legs draw the
+same. Probabilities are made up, but always the same. An engine without a tokenizer writes its token numbers, `<17><4>`, and sees
+stop strings in them; what else needs text is refused.
 """
 
+import secrets
 from dataclasses import dataclass
 
 import xxhash
@@ -31,6 +33,7 @@ class Limits:
     block_size_tokens: int
     eos_token_id: int | None
     seed: int
+    writes_numbers: bool = True
 
 
 class TokenSequence:
@@ -75,7 +78,8 @@ class Answer:
         self._forced = unpack_tokens(leg.forced_tokens)
         self._stops = frozenset(leg.sampling.stop_token_ids)
         self._endings = self._stops if leg.sampling.ignore_eos or limits.eos_token_id is None else self._stops | {limits.eos_token_id}
-        self._seed = b"" if leg.sampling.temperature == 0 else str((limits.seed, leg.sampling.seed)).encode()
+        self._text = ""
+        self._seed = b"" if leg.sampling.temperature == 0 else str((limits.seed, _seed_of(leg.sampling))).encode()
 
     def draw(self) -> tuple[int, bool]:
         """The next token, and whether it made its block full."""
@@ -110,8 +114,21 @@ class Answer:
         if token in self._endings:
             self.finish_reason = "stop"
             self.stop_reason = str(token) if token in self._stops else ""
+        elif stop := self._stop_string(token):
+            self.finish_reason, self.stop_reason = "stop", stop
         elif self.num_drawn >= self._sampling.max_tokens or self.sequence.num_tokens >= self._limits.max_model_len_tokens:
             self.finish_reason = "length"
+
+    def _stop_string(self, token: int) -> str:
+        """The one that the text now has, if any."""
+        if not self._sampling.stop:
+            return ""
+        self._text += f"<{token}>"
+        return next((stop for stop in self._sampling.stop if stop in self._text), "") if self.num_drawn > self._sampling.min_tokens else ""
+
+
+def _seed_of(sampling: Sampling) -> int | str:
+    return secrets.token_hex(8) if sampling.seed is None else sampling.seed
 
 
 def begin(leg: Leg, limits: Limits) -> Answer:
@@ -126,14 +143,14 @@ def begin(leg: Leg, limits: Limits) -> Answer:
         raise EngineRefused(f"a prompt must have 1 to {limits.max_model_len_tokens - 1} tokens, this one has {length}")
     if max(token_ids) >= limits.vocabulary_size:
         raise EngineRefused(f"token id {max(token_ids)} is not below the vocabulary size {limits.vocabulary_size}")
-    _refuse_text(leg.sampling)
+    _refuse_text(leg.sampling, limits)
     root = root_hash(limits.model, leg.lora, leg.cache_salt)
     return Answer(leg, TokenSequence(leg.prompt_tokens, limits.block_size_tokens, root), limits)
 
 
-def _refuse_text(sampling: Sampling) -> None:
+def _refuse_text(sampling: Sampling, limits: Limits) -> None:
     for name, given in (
-        ("stop", sampling.stop),
+        ("stop", sampling.stop if not limits.writes_numbers else []),
         ("bad_words", sampling.bad_words),
         ("structured_output", sampling.structured_output),
     ):

@@ -33,6 +33,8 @@ class SimulatedSettings(BaseModel):
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
     nixl_progress_delay_us: int = Field(default=100, ge=0, description="0 saves the last microseconds and burns a core for each engine")
+    dies_on_token: int | None = Field(default=None, description="a prompt with this token kills the engine, as a killer request does")
+    stalls_on_token: int | None = Field(default=None, description="a prompt with this token makes the engine stand still")
     record_block_events: bool = Field(default=True, description="keep what was cached and evicted until it is taken")
 
     @property
@@ -47,6 +49,7 @@ class SimulatedSettings(BaseModel):
             block_size_tokens=self.block_size_tokens,
             eos_token_id=self.eos_token_id,
             seed=self.seed,
+            writes_numbers=not self.tokenizer,
         )
 
     def model_card(self) -> ModelCard:

@@ -18,25 +18,41 @@ class StepClock:
         self._timing = timing
         self._used_fraction = used_fraction
         self._prefills: deque[tuple[float, asyncio.Future[None]]] = deque()
-        self._decodes: list[asyncio.Future[None]] = []
+        self._decodes: list[tuple[int, asyncio.Future[None]]] = []
         self._work = asyncio.Event()
         self._ends_at = 0.0
         self.last_step_at = 0.0
+        self._going = asyncio.Event()
+        self._going.set()
+
+    @property
+    def frozen(self) -> bool:
+        return not self._going.is_set()
+
+    def freeze(self) -> None:
+        """No step ends until `thaw`."""
+        self._going.clear()
+
+    def thaw(self) -> None:
+        self._ends_at = 0.0
+        self._going.set()
 
     async def prefill(self, new_tokens: int, context_tokens: int) -> None:
+        await self._going.wait()
         seconds = self._timing.prefill_s(new_tokens, context_tokens)
         if seconds <= 0:
             self.note_progress()
             return
         await self._wait(lambda done: self._prefills.append((seconds, done)))
 
-    async def decode(self) -> bool:
-        """Whether the step took time (and so gives one token; without time, the caller may draw a handful)."""
-        if self._timing.decode_step_s(1, self._used_fraction()) <= 0:
+    async def decode(self, context_tokens: int) -> bool:
+        """One token for a sequence of so many. Whether the step took time (and so gives one token; without time, the caller may draw a handful)."""
+        await self._going.wait()
+        if self._timing.decode_step_s(1, self._used_fraction(), context_tokens) <= 0:
             self.note_progress()
             await asyncio.sleep(0)
             return False
-        await self._wait(self._decodes.append)
+        await self._wait(lambda done: self._decodes.append((context_tokens, done)))
         return True
 
     async def run(self) -> None:
@@ -51,7 +67,9 @@ class StepClock:
                 await self._step(seconds, [done])
             if self._decodes:
                 batch, self._decodes = self._decodes, []
-                await self._step(self._timing.decode_step_s(len(batch), self._used_fraction()), batch)
+                context_tokens = sum(tokens for tokens, _ in batch)
+                seconds = self._timing.decode_step_s(len(batch), self._used_fraction(), context_tokens)
+                await self._step(seconds, [done for _, done in batch])
 
     async def _wait(self, enter: Callable[[asyncio.Future[None]], None]) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -64,6 +82,7 @@ class StepClock:
         now = asyncio.get_running_loop().time()
         self._ends_at = (self._ends_at or now) + seconds
         await asyncio.sleep(max(self._ends_at - now, 0))
+        await self._going.wait()
         self.note_progress()
         for done in batch:
             if not done.done():

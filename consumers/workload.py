@@ -14,7 +14,8 @@ from ..schemas.errors import EngineDead
 from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard, WorkerLoad
 from .engine import Engine
-from .prefill_timing import PrefillTimingFit
+from .prefill_backlog import PrefillBacklog
+from .untold_blocks import UntoldBlocks
 
 REPORT_AT_MOST_EVERY_S = 0.01
 """Routers count a job as queued until the worker says that it has taken it: later, and an idle worker looks busy to them."""
@@ -26,26 +27,31 @@ class Prefilling:
 
     def __init__(self, work: "Workload", new_tokens: int) -> None:
         self._work = work
-        self._new_tokens = new_tokens
         self._started_s = time.monotonic()
-        work.new_tokens += new_tokens
+        self._place = work.backlog.begin(new_tokens, self._started_s) if new_tokens else 0
 
     def measured(self, computed_tokens: int) -> None:
         """The prefill ended and computed so many tokens: one more job to learn its timing from."""
-        self._work.prefill_fit.add(computed_tokens, self._started_s, time.monotonic())
+        now_s = time.monotonic()
+        self._work.backlog.measured(computed_tokens, self._started_s, now_s)
+        if self._work.untold is not None:
+            self._work.untold.prefilled(computed_tokens, self._started_s, now_s)
         self.done()
 
     def done(self) -> None:
-        self._work.new_tokens -= self._new_tokens
-        self._new_tokens = 0
+        self._work.backlog.end(self._place, time.monotonic())
+        self._place = 0
         self._work.changed.set()
 
 
 class Workload:
-    def __init__(self, slots: int) -> None:
+    """`untold`: where prefills here are compared with the KV events that were told."""
+
+    def __init__(self, slots: int, untold: UntoldBlocks | None = None) -> None:
         self._slots = slots
-        self.fetched = self.finished = self.prompt_tokens = self.new_tokens = self.fetched_sequence = 0
-        self.prefill_fit = PrefillTimingFit()
+        self.untold = untold
+        self.fetched = self.finished = self.prompt_tokens = self.fetched_sequence = 0
+        self.backlog = PrefillBacklog()
         self.engine_dead = asyncio.Event()
         self.changed = asyncio.Event()
 
@@ -81,7 +87,7 @@ class Workload:
 
 class LoadReporter:
     """`works`: what comes by the worker's own queue first, then what comes by handoff. `held` gives blocks and handoffs kept for
-    decode workers (0, 0 elsewhere).
+    decode workers (0, 0 elsewhere), `promised` the blocks that the requests in hand need in all, where it is known.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class LoadReporter:
         works: Sequence[Workload],
         engine: Engine,
         held: Callable[[], tuple[int, int]],
+        promised: Callable[[], int] = lambda: 0,
     ) -> None:
         self._publisher = publisher
         self._card = card
@@ -100,9 +107,12 @@ class LoadReporter:
             work.changed = self._changed
         self._engine = engine
         self._held = held
+        self._promised = promised
 
     def load(self) -> WorkerLoad:
         held_blocks, held_handoffs = self._held()
+        untold, backlog = self._works[0].untold, self._works[0].backlog
+        used_blocks = self._engine.stats().used_blocks
         return WorkerLoad(
             worker=self._card.worker,
             incarnation=self._card.incarnation,
@@ -110,13 +120,17 @@ class LoadReporter:
             finished_requests=sum(work.finished for work in self._works),
             running_requests=sum(work.in_hand for work in self._works),
             running_prompt_tokens=sum(work.prompt_tokens for work in self._works),
-            running_new_tokens=sum(work.new_tokens for work in self._works),
+            running_new_tokens=sum(work.backlog.new_tokens for work in self._works),
             fetched_sequence=self._works[0].fetched_sequence,
-            prefill_timing=self._works[0].prefill_fit.timing(),
-            used_blocks=self._engine.stats().used_blocks,
+            prefill_timing=backlog.timing(),
+            running_prefills=len(backlog),
+            prefill_left_s=backlog.left_s(time.monotonic()),
+            used_blocks=used_blocks,
+            wanted_blocks=max(0, self._promised() - used_blocks),
             held_blocks=held_blocks,
             held_handoffs=held_handoffs,
             free_slots=sum(work.free_slots() for work in self._works),
+            kv_silent_s=untold.silent_s(time.monotonic()) if untold else 0.0,
         )
 
     async def run(self) -> None:

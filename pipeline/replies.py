@@ -1,32 +1,32 @@
 """The requester's side: one subscription for all replies of a gateway, handed out to whoever waits for each request.
 
-Reads `jw.replies.<gateway>.>` live and `jw.results.*` when in doubt. Promises: each stream gives its tokens in order, without
-gap or repeat, then its one terminal, and ends; a lost message delays that by seconds at most, because after silence or a
-reconnect the stored terminal is looked up.
+Reads `jw.replies.<gateway>.>` live and, when in doubt, what the broker kept: `jw.results.*`, `jw.answers.*` and stored replies.
+Promises: each stream gives its tokens in order, without gap or repeat, then its one terminal, and ends; a lost message delays that
+by seconds at most, because after silence, a gap or a reconnect what is kept is looked up.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.errors import BusError, Undecodable
-from ..schemas.replies import AnyTerminal, Reply, TokenChunk
-from ..schemas.streams import RESULTS
+from ..schemas.replies import AnyTerminal, Fence, Reply, TokenChunk
 from .connection import Bus, Subscription
-from .jetstream import last_message
 from .merge import ReplyMerge
 from .raw import RawMessage
+from .recall import kept_replies, outcome
 
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 5.0
+GAP_S = 0.25
+"""How long a later chunk may wait for an earlier one before what is kept is looked up."""
 LOOKUPS_AT_ONCE = 32
-_REPLY: Any = Reply  # unions, which type checkers do not take for classes
-_TERMINAL: Any = AnyTerminal
+_REPLY: Any = Reply  # a union, which type checkers do not take for a class
 
 __all__ = ["SILENCE_S", "ReplyInbox", "ReplyMerge", "ReplyStream"]
 
@@ -34,14 +34,17 @@ __all__ = ["SILENCE_S", "ReplyInbox", "ReplyMerge", "ReplyStream"]
 class ReplyStream:
     """The merged replies of one request: `async for reply in stream`. It ends after the terminal, or after `close`."""
 
-    def __init__(self, inbox: "ReplyInbox", request_id: str, model: str, start_tokens: int) -> None:
+    def __init__(self, inbox: "ReplyInbox", gateway: str, request_id: str, model: str, *, from_kept: bool = False) -> None:
+        """`from_kept`: begin with what is kept of the answer, for a reader that comes later."""
+        self.gateway = gateway
         self.request_id = request_id
         self.model = model
+        self.on_close: Callable[[], None] = lambda: None
         self._inbox = inbox
-        self._merge = ReplyMerge(start_tokens)
+        self._merge = ReplyMerge()
         self._ready: deque[TokenChunk | AnyTerminal] = deque()
         self._news = asyncio.Event()
-        self._in_doubt = False
+        self._from_kept = self._in_doubt = from_kept
         self._closed = False
 
     def close(self) -> None:
@@ -49,6 +52,7 @@ class ReplyStream:
         self._closed = True
         self._news.set()
         self._inbox.forget(self)
+        self.on_close()
 
     def look_up_soon(self) -> None:
         """Something may have been missed: the waiter asks for the stored terminal."""
@@ -77,19 +81,29 @@ class ReplyStream:
     async def _wait_for_news(self) -> None:
         self._news.clear()
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(GAP_S if self._merge.has_gap else SILENCE_S):
                 await self._news.wait()
         except TimeoutError:
             self._in_doubt = True
 
     async def _look_up(self) -> None:
         try:
-            terminal = await self._inbox.lookup(self.model, self._inbox.gateway, self.request_id)
+            ending = await self._inbox.outcome(self.model, self.gateway, self.request_id)
+            kept: list[TokenChunk | AnyTerminal] = []
+            if ending is None or isinstance(ending, Fence):
+                kept = await self._inbox.kept(self, with_chunks=self._from_kept or self._merge.has_gap)
+            if kept:  # once more: where no fence stands now, nothing kept can be from behind one
+                ending = await self._inbox.outcome(self.model, self.gateway, self.request_id)
         except (BusError, Undecodable) as error:
-            logger.warning("the stored end of %s was not read, waiting on: %s", self.request_id, error)
+            logger.warning("what is kept of %s was not read, waiting on: %s", self.request_id, error)
             return
-        if terminal is not None:
-            self.feed(terminal)
+        self._from_kept = False
+        if isinstance(ending, Fence):
+            self.feed(TokenChunk(request_id=self.request_id, attempt=ending.attempt, offset=0, tokens=b""))
+        for reply in kept:
+            self.feed(reply)
+        if ending is not None and not isinstance(ending, Fence):
+            self.feed(ending)
 
 
 class ReplyInbox:
@@ -100,12 +114,15 @@ class ReplyInbox:
         self._bus = bus
         self._streams: dict[str, set[ReplyStream]] = {}
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._background: set[asyncio.Task[None]] = set()
         self._subscription: Subscription | None = None
+        self._presence: Subscription | None = None
         self._forget_reconnects: Callable[[], None] | None = None
 
     async def start(self) -> None:
         """Listening on return: a reply sent from now on is heard."""
         self._subscription = await self._bus.subscribe(subjects.replies_of(self.gateway), self._receive)
+        self._presence = await self._bus.subscribe(subjects.presence(self.gateway), lambda _: None)  # being there is the answer
         await self._bus.flush()
         self._forget_reconnects = self._bus.on_reconnect(self._doubt_all)
 
@@ -114,33 +131,65 @@ class ReplyInbox:
         if self._forget_reconnects is not None:
             self._forget_reconnects()
             self._forget_reconnects = None
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        for subscription in (self._subscription, self._presence):
+            if subscription is not None:
+                await subscription.unsubscribe()
         for stream in [stream for streams in self._streams.values() for stream in streams]:
             stream.close()
+        while self._background:
+            await asyncio.wait(self._background)
 
-    def open(self, request_id: str, model: str, start_tokens: int = 0) -> ReplyStream:
-        """To be called before the request is sent. `start_tokens`: what a resuming reader has already."""
-        stream = ReplyStream(self, request_id, model, start_tokens)
-        self._streams.setdefault(request_id, set()).add(stream)
+    def open(self, request_id: str, model: str) -> ReplyStream:
+        """To be called before the request is sent."""
+        return self._add(ReplyStream(self, self.gateway, request_id, model))
+
+    async def resume(self, gateway: str, request_id: str, model: str) -> ReplyStream:
+        """All replies of a request that was sent before, by whomever: what is kept of them first, then what comes. Raises BusError."""
+        stream = self._add(ReplyStream(self, gateway, request_id, model, from_kept=True))
+        if gateway != self.gateway:
+            try:
+                subscription = await self._bus.subscribe(subjects.reply(gateway, request_id), self._receive)
+                await self._bus.flush()
+            except BusError:
+                stream.close()
+                raise
+            stream.on_close = lambda: self._in_background(subscription.unsubscribe())
         return stream
 
+    def _add(self, stream: ReplyStream) -> ReplyStream:
+        self._streams.setdefault(subjects.reply(stream.gateway, stream.request_id), set()).add(stream)
+        return stream
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
     def forget(self, stream: ReplyStream) -> None:
-        streams = self._streams.get(stream.request_id)
+        subject = subjects.reply(stream.gateway, stream.request_id)
+        streams = self._streams.get(subject)
         if streams is not None:
             streams.discard(stream)
             if not streams:
-                del self._streams[stream.request_id]
+                del self._streams[subject]
 
     async def lookup(self, model: str, gateway: str, request_id: str) -> AnyTerminal | None:
         """The stored terminal, or None while there is none. Raises BusError."""
+        ending = await self.outcome(model, gateway, request_id)
+        return None if isinstance(ending, Fence) else ending
+
+    async def outcome(self, model: str, gateway: str, request_id: str) -> AnyTerminal | Fence | None:
+        """The stored terminal, or the fence of the attempt that goes on, or None. Raises BusError."""
         async with self._lookups:
-            message = await last_message(self._bus, RESULTS.name, subjects.result(model, gateway, request_id))
-        terminal: AnyTerminal | None = decode(message.data, _TERMINAL) if message is not None else None
-        return terminal
+            return await outcome(self._bus, model, gateway, request_id)
+
+    async def kept(self, stream: ReplyStream, *, with_chunks: bool) -> list[TokenChunk | AnyTerminal]:
+        """What the broker kept of a stream's replies. Raises BusError."""
+        async with self._lookups:
+            return await kept_replies(self._bus, stream.gateway, stream.request_id, with_chunks=with_chunks)
 
     def _receive(self, message: RawMessage) -> None:
-        streams = self._streams.get(subjects.last_token(message.subject))
+        streams = self._streams.get(message.subject)
         if not streams:
             return
         try:

@@ -1,27 +1,33 @@
 """Ends requests: exactly one terminal each, whoever tries.
 
-Writes `jw.results.*` by compare-and-set, then (the winner only) `jw.replies.*`; and `jw.dead.*`. Promises: `end` returns True
-for exactly one caller of a request; the terminal is in the store before anybody sees it live; one that is too large for the
-broker shrinks rather than goes missing.
+Writes `jw.results.*` by compare-and-set, then (the winner only) `jw.replies.*` and `jw.events.*`; and `jw.dead.*`. Promises: `end` returns True
+for exactly one caller of a request; no attempt below a stored fence can end it; the terminal is in the store before anybody sees
+it live; one that is too large for the broker shrinks rather than goes missing.
 """
 
 import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..schemas import subjects
-from ..schemas.codec import encode
-from ..schemas.errors import BusError, PayloadTooLarge, SequenceConflict
-from ..schemas.replies import AnyTerminal, DeadLetter, Failed
+from ..schemas.codec import decode, encode
+from ..schemas.errors import BrokerUnavailable, BusError, PayloadTooLarge, RequestSuperseded, SequenceConflict
+from ..schemas.events import request_ended
+from ..schemas.replies import AnyTerminal, DeadLetter, Failed, Fence, Outcome
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import RESULTS
 from .clock import Clock
 from .connection import Bus
-from .jetstream import last_message
+from .jetstream import SEQUENCE_HEADER, last_message
 from .publish import Publisher
 
 logger = logging.getLogger(__name__)
+
+_OUTCOME: Any = Outcome  # a union, which type checkers do not take for a class
+_TRIES = 20
+_ANY_ATTEMPT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,14 @@ class ReplyTarget:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What stood before what was stored: nothing (0), or the fence of an earlier attempt."""
+
+    after_sequence: int
+    from_attempt: int
+
+
 class Terminals:
     def __init__(self, bus: Bus, publisher: Publisher, clock: Clock) -> None:
         self._bus = bus
@@ -42,25 +56,67 @@ class Terminals:
         self._written = 0
 
     async def end(self, request: InferenceRequest | ReplyTarget, terminal: AnyTerminal) -> bool:
-        """True: this terminal is the request's end. False: it had ended already. Raises BusError when neither is known."""
+        """True: this terminal is the request's end. False: it had ended already, or a later attempt is the one that may end it.
+
+        Raises BusError when neither is known.
+        """
         if terminal.ended_ns == 0:
             terminal = terminal.model_copy(update={"ended_ns": self._clock.now_ns()})
         subject = subjects.result(request.model, request.gateway, request.request_id)
-        live_subject = subjects.reply(request.gateway, request.request_id)
-        # An id of this very call: another writer's terminal must meet the compare-and-set, not be taken for a resend of ours.
-        self._written += 1
-        message_id = subjects.message_id(request.request_id, f"terminal-{self._writer}-{self._written}", terminal.attempt)
+        # Who cannot even read the request knows nothing of attempts, and nobody else will end it.
+        attempt = request.attempt if isinstance(request, InferenceRequest) else _ANY_ATTEMPT
         for candidate in shrinking(terminal):
-            payload = encode(candidate)
             try:
-                await self._publisher.store_bytes(subject, payload, message_id=message_id, first_only=True)
+                before = await self._claim(subject, candidate, request.request_id, attempt + 1)
             except PayloadTooLarge:
                 continue
-            except SequenceConflict:
-                return False
-            await self._tell_live(live_subject, payload)
-            return True
+            if isinstance(before, Claimed):
+                await self._tell_live(subjects.reply(request.gateway, request.request_id), encode(candidate))
+                await self._tell_event(request, candidate)
+            return isinstance(before, Claimed)
         raise PayloadTooLarge(f"not even a failed terminal for {request.request_id} fits into a message")
+
+    async def fence(self, request: InferenceRequest) -> int:
+        """From here on only this attempt or a later one can end the request, and nobody else has this attempt.
+
+        Gives the attempt that had it before. Raises RequestSuperseded when the request has ended or moved on already, and BusError.
+        """
+        subject = subjects.result(request.model, request.gateway, request.request_id)
+        fence = Fence(request_id=request.request_id, attempt=request.attempt)
+        before = await self._claim(subject, fence, request.request_id, request.attempt)
+        if isinstance(before, Claimed):
+            return before.from_attempt
+        raise RequestSuperseded(f"attempt {before.attempt} of {request.request_id} has {'moved on' if before.type == 'fence' else 'ended'}")
+
+    async def _claim(
+        self, subject: str, message: AnyTerminal | Fence, request_id: str, below_attempt: int
+    ) -> "Claimed | AnyTerminal | Fence":
+        """Stores it as the subject's next message unless a terminal, or a fence that is not below this attempt, is there: then that one."""
+        claimed = Claimed(after_sequence=0, from_attempt=1)
+        for _ in range(_TRIES):
+            # An id of this very store: what another writer stored must meet the compare-and-set, not be taken for a resend of ours.
+            self._written += 1
+            message_id = subjects.message_id(request_id, f"{message.type}-{self._writer}-{self._written}", message.attempt)
+            try:
+                await self._publisher.store_bytes(
+                    subject, encode(message), message_id=message_id, first_only=True, after_sequence=claimed.after_sequence
+                )
+            except SequenceConflict:
+                there, sequence = await self._last(subject)
+                if there is not None and not (isinstance(there, Fence) and there.attempt < below_attempt):
+                    return there
+                claimed = Claimed(sequence, there.attempt if there else 1)
+            else:
+                return claimed
+        raise BrokerUnavailable(f"{subject} changes faster than it can be written")
+
+    async def _last(self, subject: str) -> tuple[AnyTerminal | Fence | None, int]:
+        message = await last_message(self._bus, RESULTS.name, subject)
+        return (decode(message.data, _OUTCOME), int(message.headers[SEQUENCE_HEADER])) if message else (None, 0)
+
+    async def _tell_event(self, request: InferenceRequest | ReplyTarget, terminal: AnyTerminal) -> None:
+        event = request_ended(terminal, request.gateway, request if isinstance(request, InferenceRequest) else None)
+        await self._tell_live(subjects.event(request.model, event.outcome), event.model_dump_json().encode())
 
     async def _tell_live(self, subject: str, payload: bytes) -> None:
         try:
@@ -69,9 +125,9 @@ class Terminals:
             logger.warning("the end on %s is stored but was not sent live: %s", subject, error)
 
     async def has_ended(self, request: InferenceRequest) -> bool:
-        """Whether the store has a terminal of it, whoever wrote that. Raises BusError."""
-        subject = subjects.result(request.model, request.gateway, request.request_id)
-        return await last_message(self._bus, RESULTS.name, subject) is not None
+        """Whether the store has a terminal of it, whoever wrote that, or a later attempt goes on elsewhere. Raises BusError."""
+        there, _ = await self._last(subjects.result(request.model, request.gateway, request.request_id))
+        return there is not None and not (isinstance(there, Fence) and there.attempt <= request.attempt)
 
     async def dead_letter(self, letter: DeadLetter, headers: Mapping[str, str] | None = None) -> None:
         """Keeps a message for an operator; one too large for a second envelope is kept without its payload."""

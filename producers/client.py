@@ -14,15 +14,16 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from pydantic import ValidationError
 
+from ..pipeline.checkpoints import announce
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus
 from ..pipeline.publish import Publisher
+from ..pipeline.recall import find
 from ..pipeline.registry import ModelCatalogue
 from ..pipeline.replies import ReplyInbox, ReplyStream
 from ..pipeline.settings import BrokerSettings
@@ -30,139 +31,42 @@ from ..schemas import subjects
 from ..schemas.codec import decode, encode, first_complaint
 from ..schemas.errors import (
     BrokerUnavailable,
-    DeadlineExceeded,
+    BusError,
     InvalidRequest,
     NoWorker,
     Overloaded,
-    RequestCancelled,
-    RequestFailed,
     StreamFull,
     StreamMissing,
     UnknownModel,
 )
-from ..schemas.replies import Cancelled, CancelRequest, Expired, Failed, Finished, PositionLogprobs, TokenChunk
+from ..schemas.replies import CancelRequest
 from ..schemas.requests import InferenceRequest, PriorityClass, Sampling
 from ..schemas.routing import Explain, Explanation
-from ..schemas.tokens import pack_tokens, unpack_tokens
+from ..schemas.tokens import pack_tokens
 from ..schemas.workers import ModelCard
 from .admission import admit
+from .overload import OverloadEstimate
+from .reading import Answer, Piece, Reading
 from .text import ChatMessage, TextCodec, TextStream, load_text_codec
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or chat messages."""
 DEFAULT_MAX_TOKENS = 256
-LOCAL_GRACE_S = 5.0
-"""How long past its deadline a request is waited for: its expiry is told by whoever holds it."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """New tokens of an answer. `text` may be empty while a character or a possible stop string is incomplete."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: Sequence[PositionLogprobs] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A finished answer. Times are this client's own: from just before publishing to the first token, and to the end."""
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    prefill_worker: str
-    decode_worker: str
-    kv_bytes: int
-    ttft_ms: float
-    total_ms: float
-    attempts: int
-    predicted_cached_tokens: int = 0
-    logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
-
-
-class Submitted:
+class Submitted(Reading):
     """A request on its way. Iterate it for the pieces as they come; `answer` waits for the end."""
 
-    def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream, sent_s: float) -> None:
+    def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream) -> None:
+        super().__init__(replies, text, client.now_ns, request.deadline_ns)
         self.request = request
         self._client = client
-        self._replies = replies
-        self._text = text
-        self._sent_s = sent_s
-        self._first_s: float | None = None
-        self._answer: Answer | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     async def cancel(self) -> None:
         await self._client.cancel(self.request_id)
 
-    async def answer(self) -> Answer:
-        """Raises RequestFailed, RequestCancelled or DeadlineExceeded when that is how the request ended."""
-        if self._answer is None:
-            async for _ in self:
-                pass
-        if self._answer is None:
-            raise RequestFailed("the pieces of this request were read elsewhere, and their end was not", "internal")
-        return self._answer
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        remaining_s = (self.request.deadline_ns - self._client.now_ns()) / 1e9 + LOCAL_GRACE_S if self.request.deadline_ns else None
-        scope = asyncio.timeout(remaining_s)
-        try:
-            async with scope:
-                async for reply in self._replies:
-                    if isinstance(reply, TokenChunk):
-                        yield self._piece(reply)
-                    else:
-                        if rest := self._text.finish():
-                            yield Piece(rest, [])
-                        self._answer = self._end(reply)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded(f"no ending of {self.request_id} was heard by its deadline") from None
-        finally:
-            self._replies.close()
-
-    def _piece(self, chunk: TokenChunk) -> Piece:
-        if self._first_s is None:
-            self._first_s = time.perf_counter()
-        token_ids = unpack_tokens(chunk.tokens)
-        return Piece(self._text.add(token_ids), token_ids, chunk.logprobs)
-
-    def _end(self, terminal: Finished | Failed | Cancelled | Expired) -> Answer:
-        if isinstance(terminal, Failed):
-            raise RequestFailed(f"{terminal.code}: {terminal.text}", terminal.code)
-        if isinstance(terminal, Cancelled):
-            raise RequestCancelled(f"{self.request_id} was cancelled")
-        if isinstance(terminal, Expired):
-            raise DeadlineExceeded(f"{self.request_id}: {terminal.phase or 'its deadline passed'}")
-        ended_s = time.perf_counter()
-        return Answer(
-            request_id=self.request_id,
-            text=self._text.text,
-            token_ids=unpack_tokens(terminal.tokens),
-            finish_reason=terminal.finish_reason,
-            stop_reason=terminal.stop_reason,
-            prompt_tokens=terminal.prompt_length_tokens,
-            cached_tokens=terminal.cached_tokens,
-            prefill_worker=terminal.prefill_worker,
-            decode_worker=terminal.decode_worker,
-            kv_bytes=terminal.kv_bytes,
-            ttft_ms=((self._first_s or ended_s) - self._sent_s) * 1e3,
-            total_ms=(ended_s - self._sent_s) * 1e3,
-            attempts=terminal.attempt,
-            predicted_cached_tokens=terminal.predicted_cached_tokens,
-            logprobs=terminal.logprobs,
-        )
+    async def abandon(self) -> None:
+        await self.cancel()
 
 
 class Client:
@@ -176,6 +80,7 @@ class Client:
         self._catalogue = ModelCatalogue(bus, self._publisher)
         self._clock = ServerClock(bus)
         self._inbox = ReplyInbox(bus, name)
+        self._overload = OverloadEstimate(bus)
         self._models: dict[str, ModelCard] = {}
         self._codecs: dict[str, TextCodec] = {}
 
@@ -214,6 +119,11 @@ class Client:
         request = await self.prepare(prompt, **options)
         return await self._publish(request, await self._text_stream(request))
 
+    async def submit_request(self, request: InferenceRequest) -> Submitted:
+        """`submit` for a request that is made already. Its replies come here only if its gateway is this client's name."""
+        await self._model(request.model)
+        return await self._publish(request, await self._text_stream(request))
+
     async def prepare(
         self,
         prompt: Prompt,
@@ -225,11 +135,13 @@ class Client:
         lora: str = "",
         cache_salt: str = "",
         session: str = "",
+        cancel_when_unread: bool = False,
         **sampling: Any,
     ) -> InferenceRequest:
         """The request as it would be published. `prompt`: text, token ids, or chat messages; `sampling`: the fields of `Sampling`.
 
-        `model`: else `default_model`, else the only one there is. Raises InvalidRequest, PromptTooLong, UnknownModel.
+        `model`: else `default_model`, else the only one there is. `cancel_when_unread`: should this process die, the request is
+        cancelled some seconds later; without it, it goes on, and its end waits in the store. Raises InvalidRequest, PromptTooLong, UnknownModel.
         """
         card = await self._model(model or self.default_model)
         token_ids = encode_prompt(await self._codec(card), prompt)
@@ -247,6 +159,7 @@ class Client:
                 lora=lora,
                 cache_salt=cache_salt,
                 session=session,
+                cancel_when_unread=cancel_when_unread,
                 submitted_ns=now_ns,
                 deadline_ns=now_ns + int(timeout_s * 1e9),
             )
@@ -257,8 +170,33 @@ class Client:
         admit(request, card)
         return request
 
-    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
-        """`submit`, and the pieces as they come. Leaving the loop early cancels the request."""
+    async def resume(self, request_id: str, after: int = 0) -> Reading:
+        """A request that was sent before, by whomever: its pieces from token offset `after` on, those that are kept and those to come.
+
+        Text goes on where the text of the first `after` tokens ended. While a request runs, and for minutes after, any offset is
+        there; for a day after its end, too. Raises UnknownRequest when nothing is kept of it, and BrokerUnavailable.
+        """
+        if after < 0:
+            raise InvalidRequest(f"a token offset is 0 or more, not {after}")
+        found = await find(self._bus, request_id)
+        codec, rules = await self._codec(await self._model(found.model)), found.text_rules
+        text = TextStream(codec, rules.stop, rules.include_stop_str_in_output, rules.skip_special_tokens)
+        replies = await self._inbox.resume(found.gateway, request_id, found.model)
+        return Reading(replies, text, self.now_ns, found.deadline_ns, after)
+
+    async def stream(self, prompt: Prompt, *, after: int | None = None, **options: Any) -> AsyncIterator[Piece]:
+        """`submit`, and the pieces as they come. Leaving the loop early cancels the request.
+
+        With `after`, `prompt` is the id of a request that was sent before: `resume`, and leaving the loop leaves the request alone.
+        """
+        if after is not None:
+            if not isinstance(prompt, str) or options:
+                raise InvalidRequest(
+                    "with `after`, the first argument is the id of a request that was sent before, and there are no options"
+                )
+            async for piece in await self.resume(prompt, after):
+                yield piece
+            return
         submitted = await self.submit(prompt, **options)
         ended = False
         try:
@@ -270,9 +208,14 @@ class Client:
                 await submitted.cancel()
 
     async def generate(self, prompt: Prompt, **options: Any) -> Answer:
-        """`submit` and wait for the end."""
+        """`submit` and wait for the end. When the waiting is cancelled, so is the request."""
         submitted = await self.submit(prompt, **options)
-        return await submitted.answer()
+        try:
+            return await submitted.answer()
+        except asyncio.CancelledError:
+            with suppress(BusError):  # cut off: then it runs to its end, or until its deadline
+                await submitted.cancel()
+            raise
 
     async def cancel(self, request_id: str) -> None:
         """Whoever holds the request ends it; a request that has ended already stays as it ended."""
@@ -312,11 +255,15 @@ class Client:
             )
         except StreamFull as error:
             replies.close()
-            raise Overloaded(f"the request queue is full: {error}") from error
+            wait_s = await self._overload.retry_after_s()
+            raise Overloaded(f"the request queue is full, try again in {wait_s:.0f} s: {error}", wait_s) from error
         except BaseException:
             replies.close()
             raise
-        return Submitted(self, request, replies, text, sent_s)
+        await announce(self._publisher, request)
+        submitted = Submitted(self, request, replies, text)
+        submitted.sent_s = sent_s
+        return submitted
 
     async def _model(self, name: str | None) -> ModelCard:
         if name is not None and name in self._models:

@@ -35,7 +35,10 @@ class KvReference(Message):
 
 
 class KvHandoff(Message):
-    """The prompt is prefilled; its first token is sent. `hold_until_ns` (server time): the prefill worker keeps the lease alive till then."""
+    """The prompt is prefilled. `first_tokens` were sent: the first one, or all that earlier attempts gave.
+
+    `hold_until_ns` (server time): the prefill worker keeps the lease alive till then.
+    """
 
     type: Literal["kv_handoff"] = "kv_handoff"
     request: InferenceRequest

@@ -4,9 +4,11 @@ JetwakeError
 ├── RequestRefused            the caller must change the request
 │   ├── InvalidRequest        a field is wrong; the text names it and the limit
 │   ├── UnknownModel          no worker ever announced this model
+│   ├── UnknownRequest        nothing is kept of a request with this id
 │   ├── PromptTooLong         prompt plus max_tokens is over the model's context
 │   └── PayloadTooLarge       encoded message is over what the broker carries
 ├── Overloaded                a bounded queue is full; carries `retry_after_s`
+│   └── QuotaExceeded         the tenant has used up what it may have in a minute
 ├── Undecodable               bytes that are no message of the expected kind
 ├── RequestEnded              what a waiting caller gets instead of tokens
 │   ├── RequestFailed         ended with a failed reply; carries the reply's code
@@ -24,8 +26,12 @@ JetwakeError
 │   ├── NoWorker              nobody alive can take it now
 │   ├── EngineDead            the engine will not come back in this process
 │   ├── EngineRefused         the engine says the request is wrong
-│   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, stale, malformed)
-│   └── PullFailed            the KV cache could not be pulled: prefill afresh
+│   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, malformed, delivered before)
+│   │   └── HandoffStale      its blocks are not kept any more: nobody's fault, prefill afresh
+│   ├── WorkerLeaving         the worker drains and cannot end this in time: another one takes it
+│   ├── DeclaredDead          this worker was taken for dead and its queue given to others: it starts anew
+│   ├── PullFailed            the KV cache could not be pulled: prefill afresh
+│   └── AnswerDiverged        a later attempt did not repeat the tokens that were already given
 └── SetupError                an option, a file or an installation is wrong; the text says what to do
 """
 
@@ -51,6 +57,10 @@ class UnknownModel(RequestRefused):
     code = "unknown_model"
 
 
+class UnknownRequest(RequestRefused):
+    code = "unknown_request"
+
+
 class PromptTooLong(RequestRefused):
     code = "prompt_too_long"
 
@@ -66,6 +76,10 @@ class Overloaded(JetwakeError):
     def __init__(self, text: str, retry_after_s: float = 1.0) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(Overloaded):
+    code = "rate_limit_exceeded"
 
 
 class Undecodable(JetwakeError):
@@ -150,9 +164,27 @@ class HandoffRefused(WorkerError):
     retryable = True
 
 
+class HandoffStale(HandoffRefused):
+    code = "handoff_stale"
+
+
+class WorkerLeaving(WorkerError):
+    code = "worker_leaving"
+    retryable = True
+
+
+class DeclaredDead(WorkerError):
+    code = "declared_dead"
+    retryable = True
+
+
 class PullFailed(WorkerError):
     code = "pull_failed"
     retryable = True
+
+
+class AnswerDiverged(WorkerError):
+    code = "answer_diverged"
 
 
 class SetupError(JetwakeError):

@@ -10,11 +10,15 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import BytesSchema
 
+from .batches import BatchJob, BatchRecord, LineResult
 from .codec import Message
 from .decode import KvHandoff
+from .drain import Drained, DrainHeard, DrainOrder
+from .events import RequestEnded
+from .keys import ApiKey
 from .kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from .prefill import PrefillJob, ReleaseKv
-from .replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed, Finished, TokenChunk
+from .replies import Cancelled, CancelRequest, Checkpoint, DeadLetter, Expired, Failed, Fence, Finished, TokenChunk
 from .requests import InferenceRequest
 from .routing import Explain, Explanation, Routed
 from .workers import ModelCard, WorkerCard, WorkerLoad
@@ -31,6 +35,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Failed,
     Cancelled,
     Expired,
+    Fence,
+    Checkpoint,
     CancelRequest,
     DeadLetter,
     ModelCard,
@@ -42,6 +48,13 @@ MESSAGES: tuple[type[Message], ...] = (
     Routed,
     Explain,
     Explanation,
+    DrainOrder,
+    DrainHeard,
+    Drained,
+    ApiKey,
+    BatchJob,
+    BatchRecord,
+    LineResult,
 )
 """Everything that travels by itself; the parts of these are in the definitions of each document."""
 
@@ -63,7 +76,13 @@ def documents() -> dict[str, dict[str, Any]]:
 
 def files() -> dict[str, str]:
     """By file name."""
-    return {f"{tag}.schema.json": json.dumps(document, indent=2) + "\n" for tag, document in documents().items()}
+    made = {f"{tag}.schema.json": json.dumps(document, indent=2) + "\n" for tag, document in documents().items()}
+    return made | {"request_ended.schema.json": json.dumps(event_document(), indent=2) + "\n"}
+
+
+def event_document() -> dict[str, Any]:
+    """Of the one message that is JSON on the wire."""
+    return {"$schema": DIALECT, "$id": "jetwake:request_ended"} | RequestEnded.model_json_schema()
 
 
 def _document(message: type[Message]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Read by whoever waits for an answer, from `jw.replies.<gateway>.<request>` and `jw.results.<model>.<gateway>.<request>`.
 
 Token chunks are numbered by token offset and carry the attempt; a reader takes the highest attempt seen and drops offsets
-it already has. Exactly one terminal ends a request; it repeats all token ids, so that completeness never rests on chunks.
+it already has. An attempt after the first begins with a chunk without tokens, the *fence*: whatever an earlier attempt says after
+it does not count. Then it repeats from offset 0 what earlier attempts gave, and goes on after that. Exactly one terminal ends a
+request; it repeats all token ids, so that completeness never rests on chunks.
 """
 
 from typing import Annotated, Literal
@@ -9,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .codec import Message
-from .requests import SafeToken, TokenBytes
+from .requests import SafeToken, TextRules, TokenBytes
 
 
 class PositionLogprobs(Message):
@@ -21,7 +23,10 @@ class PositionLogprobs(Message):
 
 
 class TokenChunk(Message):
-    """`tokens` start at output offset `offset`. `logprobs` is empty or has one entry per token."""
+    """`tokens` start at output offset `offset`; none: the attempt's fence. `logprobs` is empty or has one entry per token.
+
+    `cached_tokens` comes with the first token: prompt tokens found in the cache of the worker that prefilled.
+    """
 
     type: Literal["chunk"] = "chunk"
     request_id: SafeToken
@@ -29,6 +34,7 @@ class TokenChunk(Message):
     offset: int = Field(ge=0)
     tokens: TokenBytes
     logprobs: list[PositionLogprobs] = []
+    cached_tokens: int | None = None
 
 
 class Terminal(Message):
@@ -54,6 +60,7 @@ class Finished(Terminal):
     type: Literal["finished"] = "finished"
     finish_reason: Literal["stop", "length"]
     stop_reason: str = ""
+    text_rules: TextRules = TextRules()
 
 
 class Failed(Terminal):
@@ -79,6 +86,36 @@ class Expired(Terminal):
 
 AnyTerminal = Annotated[Finished | Failed | Cancelled | Expired, Field(discriminator="type")]
 Reply = Annotated[TokenChunk | Finished | Failed | Cancelled | Expired, Field(discriminator="type")]
+
+
+class Fence(Message):
+    """On `jw.results.*`, where the terminal will be: from here on, no attempt below this one can end the request.
+
+    It is no ending. Only the subject's last message can be one.
+    """
+
+    type: Literal["fence"] = "fence"
+    request_id: SafeToken
+    attempt: int = Field(ge=2)
+
+
+Outcome = Annotated[Fence | Finished | Failed | Cancelled | Expired, Field(discriminator="type")]
+"""What `jw.results.*` carries."""
+
+
+class Checkpoint(Message):
+    """On `jw.answers.<gateway>.<request>.<attempt>`, the last of each kept for minutes: all tokens this attempt gave so far.
+
+    `attempt` 0, without tokens, is the announcement of whoever asked, so that the request can be found while it waits.
+    """
+
+    type: Literal["checkpoint"] = "checkpoint"
+    request_id: SafeToken
+    model: str
+    attempt: int = Field(ge=0)
+    tokens: TokenBytes = b""
+    text_rules: TextRules = TextRules()
+    deadline_ns: int = 0
 
 
 class CancelRequest(Message):

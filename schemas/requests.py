@@ -9,15 +9,30 @@ from .codec import Message
 SafeToken = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,96}$")]
 """A name that may become part of a subject: request ids, worker names, gateway names."""
 
+TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
 PriorityClass = Literal["interactive", "batch"]
 TokenBytes = Annotated[bytes, Field(description="token ids, little-endian unsigned 32-bit")]
 
 
 class StructuredOutput(Message):
-    """A constraint on the text. `value` is the JSON schema, regular expression, grammar or (newline-separated) choices."""
+    """A constraint on the text. `value` is the JSON schema, regular expression, grammar or (newline-separated) choices.
+
+    For models that think before they answer, on engines with a reasoning parser: `reasoning_ended` says whether the constraint
+    holds from the first token on (None: the engine looks at the prompt), `reasoning_options` are the parser's, as a JSON object.
+    """
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
     value: str = ""
+    reasoning_ended: bool | None = None
+    reasoning_options: str = ""
+
+
+class TextRules(Message):
+    """How an answer's token ids become its text: what whoever reads it without having asked must know."""
+
+    stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 class Sampling(Message):
@@ -47,6 +62,12 @@ class Sampling(Message):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
+    @property
+    def text_rules(self) -> TextRules:
+        return TextRules(
+            stop=self.stop, include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=self.skip_special_tokens
+        )
+
 
 class InferenceRequest(Message):
     """One prompt, one answer. `deadline_ns` is in server time (0: none); `attempt` fences everything done for it."""
@@ -61,10 +82,14 @@ class InferenceRequest(Message):
     lora: str = ""
     cache_salt: str = ""
     session: str = Field(default="", max_length=256, description="turns of one conversation or agent: routers may keep them together")
+    tenant: str = Field(default="", max_length=64, description="on whose behalf; a label, which decides nothing after the gateway")
+    metadata: dict[str, str] = Field(default={}, max_length=16, description="the submitter's own words, given back in the event of its end")
     attempt: int = Field(default=1, ge=1)
     failures: int = Field(default=0, ge=0, description="attempts that ended in a fault; being moved to another worker is none")
+    failed_workers: list[SafeToken] = Field(default=[], description="where those faults were, as far as that is known: others try next")
     submitted_ns: int = 0
     deadline_ns: int = 0
+    cancel_when_unread: bool = Field(default=False, description="cancelled when the process behind `gateway` is gone for some seconds")
 
     @property
     def prompt_length_tokens(self) -> int:

@@ -54,6 +54,15 @@ class BucketSpec:
     replicas: int = 1
 
 
+@dataclass(frozen=True)
+class ObjectsSpec:
+    """One object store: what every NATS client knows by this name."""
+
+    name: str
+    max_bytes: int = 16 << 30
+    replicas: int = 1
+
+
 REQUESTS = StreamSpec("JW_REQUESTS", ("jw.requests.*.*",), "workqueue", "file", "new", max_messages=20_000, max_bytes=4 << 30)
 PREFILL = StreamSpec(
     "JW_PREFILL", ("jw.prefill.*",), "workqueue", "file", "new", max_messages_per_subject=256, discard_new_per_subject=True
@@ -62,15 +71,38 @@ HANDOFF = StreamSpec("JW_HANDOFF", ("jw.handoff.*",), "workqueue", "file", "new"
 REPLIES = StreamSpec(
     "JW_REPLIES", ("jw.replies.*.*",), "limits", "memory", "old", max_bytes=256 << 20, max_age_s=300, allow_direct=True, no_ack=True
 )
+ANSWERS = StreamSpec(
+    "JW_ANSWERS", ("jw.answers.*.*.*",), "limits", "memory", "old",
+    max_bytes=128 << 20, max_age_s=900, max_messages_per_subject=1, allow_direct=True, no_ack=True,
+)  # fmt: skip
 RESULTS = StreamSpec("JW_RESULTS", ("jw.results.*.*.*",), "limits", "file", "old", max_bytes=4 << 30, max_age_s=86_400, allow_direct=True)
 CANCEL = StreamSpec("JW_CANCEL", ("jw.cancel.*",), "limits", "memory", "old", max_bytes=64 << 20, max_age_s=900, allow_direct=True)
 DEAD = StreamSpec("JW_DEAD", ("jw.dead.*",), "limits", "file", "old", max_bytes=1 << 30, max_age_s=7 * 86_400, allow_direct=True)
+OPENAI_JOBS = StreamSpec(
+    "JW_OPENAI_JOBS", ("jw.openai.jobs.>", "jw.openai.jobs-of.*.>"), "workqueue", "file", "new", max_messages=100_000, max_bytes=4 << 30
+)
+OPENAI_RESULTS = StreamSpec(
+    "JW_OPENAI_RESULTS", ("jw.openai.results.*", "jw.openai.accepted.*", "jw.results-out.>"), "limits", "file", "old",
+    max_bytes=1 << 30, max_age_s=86_400, duplicate_window_s=86_400, allow_direct=True,
+)  # fmt: skip
+EVENTS = StreamSpec(
+    "JW_EVENTS", ("jw.events.*.*",), "limits", "file", "old", max_bytes=256 << 20, max_age_s=86_400, allow_direct=True, no_ack=True
+)
+BATCHES = StreamSpec("JW_BATCHES", ("jw.batches.*",), "workqueue", "file", "new", max_messages=100_000)
+BATCH_LINES = StreamSpec(
+    "JW_BATCH_LINES", ("jw.batchlines.*.*",), "limits", "file", "new", max_bytes=8 << 30, max_age_s=32 * 86_400, allow_direct=True
+)
 
-STREAMS = (REQUESTS, PREFILL, HANDOFF, REPLIES, RESULTS, CANCEL, DEAD)
+STREAMS = (REQUESTS, PREFILL, HANDOFF, REPLIES, ANSWERS, RESULTS, CANCEL, DEAD, OPENAI_JOBS, OPENAI_RESULTS, EVENTS, BATCHES, BATCH_LINES)
 
 WORKERS_BUCKET = BucketSpec("jw_workers", "memory", marker_ttl_s=5)
 MODELS_BUCKET = BucketSpec("jw_models", "file")
-BUCKETS = (WORKERS_BUCKET, MODELS_BUCKET)
+KEYS_BUCKET = BucketSpec("jw_keys", "file")
+BATCHES_BUCKET = BucketSpec("jw_batches", "file", max_bytes=1 << 30)
+BUCKETS = (WORKERS_BUCKET, MODELS_BUCKET, KEYS_BUCKET, BATCHES_BUCKET)
+
+FILES = ObjectsSpec("jw_files")
+OBJECTS = (FILES,)
 
 
 def router_consumer(priority_class: str) -> ConsumerSpec:
@@ -94,6 +126,20 @@ def takeover_consumer(lane: str) -> ConsumerSpec:
 def decode_consumer(pool: str) -> ConsumerSpec:
     """Shared by the decode workers of a pool."""
     return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}")
+
+
+JOBS_CONSUMER = ConsumerSpec(OPENAI_JOBS.name, "openai-jobs", "jw.openai.jobs.>")
+"""Shared by all gateways."""
+
+
+def jobs_consumer_of(token: str) -> ConsumerSpec:
+    """Shared by the gateways of one model, for the jobs that others passed on."""
+    return ConsumerSpec(OPENAI_JOBS.name, f"openai-jobs-of-{token}", f"jw.openai.jobs-of.{token}.>")
+
+
+def batch_consumer(model_token: str) -> ConsumerSpec:
+    """Shared by the gateways of a model: whoever holds a job runs that batch."""
+    return ConsumerSpec(BATCHES.name, f"batches-{model_token}", f"jw.batches.{model_token}")
 
 
 def with_limits(spec: StreamSpec, max_messages: int, max_bytes: int, replicas: int) -> StreamSpec:

@@ -7,6 +7,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 _PLAIN = re.compile(r"(?!.*-[0-9a-f]{8}\Z)[A-Za-z0-9_-]{1,80}\Z")
 """Names that are their own token. Those that end like a digest are not, or they could meet the token of another name."""
 
+_RESULT_TOKEN = re.compile(r"[A-Za-z0-9_=-]+")
+
 REQUEST_ID_HEADER = "Jw-Request"
 """`<model token>.<gateway>.<request id>`: whom to tell when a message cannot even be decoded."""
 TRACE_HEADER = "traceparent"
@@ -47,8 +49,21 @@ def replies_of(gateway: str) -> str:
     return f"jw.replies.{gateway}.>"
 
 
+def answer(gateway: str, request_id: str, attempt: int) -> str:
+    return f"jw.answers.{gateway}.{request_id}.{attempt}"
+
+
+def answers_of(gateway: str, request_id: str) -> str:
+    """`gateway` may be `*`: whoever waits for it."""
+    return f"jw.answers.{gateway}.{request_id}.*"
+
+
 def result(model: str, gateway: str, request_id: str) -> str:
     return f"jw.results.{model_token(model)}.{gateway}.{request_id}"
+
+
+def results_of(request_id: str) -> str:
+    return f"jw.results.*.*.{request_id}"
 
 
 def cancel(request_id: str) -> str:
@@ -88,8 +103,125 @@ ROUTED = "jw.routed.*"
 EXPLAIN = "jw.explain"
 
 
+def presence(gateway: str) -> str:
+    """Answered by whoever reads the replies of this name: nobody there, nobody reads."""
+    return f"jw.present.{gateway}"
+
+
+def drain(name: str) -> str:
+    """Asks the worker or router of this name to drain and end."""
+    return f"jw.drain.{name}"
+
+
+def drained(name: str) -> str:
+    """How a drain ended, told by the process that drained."""
+    return f"jw.drained.{name}"
+
+
 def release(lane: str) -> str:
     return f"jw.release.{lane}"
+
+
+# ---------------------------------------------------------------------------- for applications that speak NATS: JSON, no msgpack
+
+OPENAI_GROUP = "openai"
+"""The queue group of all gateways on the subjects of `openai`."""
+STATUS_HEADER = "Jw-Status"
+REQUEST_HEADER = "Jw-Request-Id"
+END_HEADER = "Jw-End"
+EVENT_HEADER = "Jw-Event"
+KEEP_ALIVE_HEADER = "Jw-Keep-Alive"
+TIMEOUT_HEADER = "Jw-Timeout-S"
+METADATA_HEADER = "Jw-Metadata"
+RESULT_SUBJECT_HEADER = "Jw-Result-Subject"
+JOB_SEQUENCE_HEADER = "Jw-Job-Sequence"
+JOB_HEADER = "Jw-Job"
+"""Of a job that was passed on to the gateways of another model: its id. Only gateways say it."""
+JOB_MESSAGE_ID_HEADER = "Jw-Job-Message-Id"
+"""With a result: the `Nats-Msg-Id` that its job had."""
+CONTENT_TYPE_HEADER = "Content-Type"
+JOBS = "jobs"
+"""In place of a gateway's name: whoever holds the job reads the replies."""
+RESULTS_OUT = "jw.results-out."
+"""Subjects that begin so are kept for a day; those that applications choose for results of jobs."""
+
+
+def openai(endpoint: str) -> str:
+    """Request and reply. `endpoint` is a name of `openai_endpoints`."""
+    return f"jw.openai.{endpoint}"
+
+
+def openai_of(model: str, endpoint: str) -> str:
+    """As `openai`, for the gateways of one model: where others pass on what they do not serve. `endpoint` may be `>`."""
+    return f"jw.openai-of.{model_token(model)}.{endpoint}"
+
+
+def openai_group_of(model: str) -> str:
+    return f"openai-of-{model_token(model)}"
+
+
+def openai_job(endpoint: str) -> str:
+    """A prefix of its own: a stream on the subjects of `openai` would answer every request with its own acknowledgement."""
+    return f"jw.openai.jobs.{endpoint}"
+
+
+def openai_job_of(model: str, endpoint: str) -> str:
+    """Jobs that were passed on to the gateways of one model. `endpoint` may be `>`."""
+    return f"jw.openai.jobs-of.{model_token(model)}.{endpoint}"
+
+
+def openai_result(job: str) -> str:
+    return f"jw.openai.results.{job}"
+
+
+def openai_accepted(request_id: str) -> str:
+    """That this request of a job is on the queue, and will end."""
+    return f"jw.openai.accepted.{request_id}"
+
+
+def event(model: str, outcome: str) -> str:
+    return f"jw.events.{model_token(model)}.{outcome}"
+
+
+def job_id(sequence: int, stored_ns: int) -> str:
+    """The same for every delivery of a job, and for no other job: a stream that was made anew counts from 1 again."""
+    return f"job-{sequence}-{stored_ns:x}"
+
+
+def job_name(sequence: int) -> str:
+    """What a job can be cancelled by: the sequence is in the acknowledgement of its publish."""
+    return f"job-{sequence}"
+
+
+def result_subject_problem(subject: str) -> str:
+    """Why a result cannot go to a subject that an application named; empty when it can."""
+    tokens = subject.split(".")
+    if not subject or len(subject) > 256:
+        return "it must have 1 to 256 characters"
+    if any(_RESULT_TOKEN.fullmatch(token) is None for token in tokens):
+        return "tokens are of letters, digits, _, - and =, with single dots between: no wildcards, spaces or $"
+    if tokens[0].startswith("_"):
+        return "inboxes and other subjects that begin with _ are not allowed: they end with a connection, and a job does not"
+    if tokens[0].lower() == "jw" and not (subject.startswith(RESULTS_OUT) and len(tokens) > 2):
+        return f"of the subjects under jw. only those under {RESULTS_OUT} are for results"
+    return ""
+
+
+def batches(model: str) -> str:
+    return f"jw.batches.{model_token(model)}"
+
+
+def batch_line(batch_id: str, line: int) -> str:
+    return f"jw.batchlines.{batch_id}.{line}"
+
+
+def batch_lines(batch_id: str) -> str:
+    return f"jw.batchlines.{batch_id}.*"
+
+
+def batch_request(batch_id: str, line: int) -> str:
+    """The id of the request that a line becomes: the same whoever runs the batch."""
+    return f"{batch_id}-{line}"
 
 
 def message_id(request_id: str, stage: str, attempt: int) -> str:
@@ -100,6 +232,11 @@ def message_id(request_id: str, stage: str, attempt: int) -> str:
 def reply_target(model: str, gateway: str, request_id: str) -> str:
     """The value of REQUEST_ID_HEADER."""
     return f"{model_token(model)}.{gateway}.{request_id}"
+
+
+def worker_of(lane: str) -> str:
+    """Incarnations have no hyphen."""
+    return lane.rpartition("-")[0]
 
 
 def last_token(subject: str) -> str:

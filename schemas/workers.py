@@ -49,13 +49,16 @@ class ModelCard(Message):
 
 
 class WorkerCard(Message):
-    """One incarnation of one worker. Renewed every second, gone three seconds after the last renewal."""
+    """One incarnation of one worker. Renewed every second, gone three seconds after the last renewal.
+
+    `state`: only those that are ready get work. A stalled one holds work on which its engine makes no progress, and is about to end.
+    """
 
     type: Literal["worker"] = "worker"
     worker: SafeToken
     incarnation: SafeToken
     role: Role
-    state: Literal["ready", "draining"] = "ready"
+    state: Literal["ready", "draining", "stalled"] = "ready"
     model: str
     pool: SafeToken
     compatibility: KvCompatibility
@@ -103,10 +106,14 @@ class WorkerLoad(Message):
     running_new_tokens: int = 0
     fetched_sequence: int = 0
     prefill_timing: PrefillTiming | None = None
+    running_prefills: int = Field(default=0, description="jobs in hand that have no first token yet")
+    prefill_left_s: float = Field(default=0.0, description="expected until all prefills in hand have their first token")
     used_blocks: int = 0
+    wanted_blocks: int = Field(default=0, description="blocks that jobs in hand wait for")
     held_blocks: int = Field(default=0, description="blocks kept for decode workers that have not pulled yet")
     held_handoffs: int = 0
     free_slots: int = 0
+    kv_silent_s: float = Field(default=0.0, description="seconds since a prefill that changed the cache, told by no KV events; 0 when told")
 
 
 def pool_name(model_token: str, compatibility: KvCompatibility) -> str:

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+from ..parent_death import die_with_parent
+
 OWNER_VARIABLE = "JETWAKE_ENGINE_OWNER"
 """Process id of the worker that owns the engine."""
 PROGRESS_DELAY_VARIABLE = "JETWAKE_NIXL_PROGRESS_DELAY_US"
@@ -23,7 +25,6 @@ SPIN_VARIABLE = "JETWAKE_STEP_SPIN_S"
 _BUSY_S = 1.0
 _SLEEP_BUSY_MS = 1
 _SLEEP_IDLE_MS = 20
-_PR_SET_PDEATHSIG = 1
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
@@ -34,23 +35,14 @@ def register() -> None:
     owner = os.environ.get(OWNER_VARIABLE, "")
     if not owner or os.getpid() == int(owner):
         return
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(os.getppid() if parent is None or parent.pid is None else parent.pid)
     # Ctrl-C reaches every process of a terminal: the worker hears it, lets its requests finish, and then ends the engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_matrix_tiles()
     slow_down_progress_thread(int(os.environ.get(PROGRESS_DELAY_VARIABLE, "0")))
     if spin_s := os.environ.get(SPIN_VARIABLE, ""):
         shorten_spinning(float(spin_s))
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends; a parent that ended before is noticed by the second test."""
-    if sys.platform != "linux":
-        return
-    parent = multiprocessing.parent_process()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent.pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def allow_matrix_tiles() -> None:

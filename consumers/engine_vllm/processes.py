@@ -1,13 +1,12 @@
 """The operating system's processes of one engine: made by `build`, gone after `end`.
 
 Reads nothing but the process table. Promises that whatever vLLM's own shutdown leaves behind is killed: a start that was given up
-half-way, or a process that hangs. Their sockets live in a folder of their own, which goes with them.
+half-way, or a process that hangs. Their sockets live in a folder of their own, which goes with them, or
+with the next engine that starts here when this process is killed.
 """
 
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ...schemas.errors import SetupError
+from ..scratch import ScratchFolder
 from .settings import VllmSettings, environment
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class EngineProcesses:
         # Children die with the *thread* that spawned them (see plugin.py), so it is ours and lives as long as the engine.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
         self._building: asyncio.Future[Runtime] | None = None
-        self._sockets = ""
+        self._sockets: ScratchFolder | None = None
 
     @property
     def spawned(self) -> bool:
@@ -43,9 +43,9 @@ class EngineProcesses:
 
     async def build(self, side_channel_port: int) -> "Runtime":
         """Raises SetupError. When cancelled, call `end`."""
-        self._sockets = tempfile.mkdtemp(prefix="jw-")
+        self._sockets = ScratchFolder("jw-")
         variables = environment(self._settings, side_channel_port)
-        variables |= {ENGINE_VARIABLE: self._engine_id, "VLLM_RPC_BASE_PATH": self._sockets}
+        variables |= {ENGINE_VARIABLE: self._engine_id, "VLLM_RPC_BASE_PATH": str(self._sockets.path)}
         self._building = asyncio.get_running_loop().run_in_executor(self._thread, self._build, variables)
         while not self._building.done():
             # Only young processes can be recognised: later they write their title over their environment.
@@ -101,7 +101,8 @@ class EngineProcesses:
             building.result().shutdown(self._settings.stop_timeout_s + KILL_WAIT_S)
         impatience.cancel()
         _kill(processes)
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._sockets is not None:
+            self._sockets.remove()
 
 
 def _spawned_for(engine_id: str) -> list[psutil.Process]:

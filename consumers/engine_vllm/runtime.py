@@ -101,7 +101,9 @@ class Runtime:
     async def _submit(self, leg: Leg, params: "SamplingParams") -> AsyncGenerator[Step, None]:
         prompt = tokens_input(unpack_tokens(leg.prompt_tokens), cache_salt=leg.cache_salt or None)
         with _translated(self._llm):
-            outputs = self._llm.generate(prompt, params, leg.engine_request_id, lora_request=self._lora(leg.lora))
+            outputs = self._llm.generate(
+                prompt, params, leg.engine_request_id, lora_request=self._lora(leg.lora), **sampling.reasoning(leg.sampling)
+            )
             async with aclosing(outputs):
                 async for output in outputs:
                     yield _step(output)

@@ -3,6 +3,7 @@
 Everything vLLM may read beyond the schema's own fields is made here: a client can neither name KV blocks of ours nor force tokens.
 """
 
+import json
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -49,6 +50,15 @@ def for_first_token(sampling: Sampling, forced: list[int], kv_transfer_params: d
         output_kind=RequestOutputKind.DELTA,
         extra_args=extra,
     )
+
+
+def reasoning(sampling: Sampling) -> dict[str, Any]:
+    """What tells the grammar where the thinking ends and the answer begins: arguments of vLLM's `generate`."""
+    wanted = sampling.structured_output
+    if wanted is None:
+        return {}
+    options = json.loads(wanted.reasoning_options) if wanted.reasoning_options else None
+    return {"reasoning_ended": wanted.reasoning_ended, "reasoning_parser_kwargs": options}
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:

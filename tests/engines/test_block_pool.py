@@ -122,11 +122,12 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def events_tell_the_cache(self) -> None:
         for event in self.pool.take_events().events:
             match event:
-                case Stored(block_hash, _):
-                    assert block_hash not in self.told
-                    self.told.add(block_hash)
-                case Removed(block_hash):
-                    self.told.remove(block_hash)
+                case Stored(block_hashes, _):
+                    assert self.told.isdisjoint(block_hashes)
+                    self.told.update(block_hashes)
+                case Removed(block_hashes):
+                    assert self.told.issuperset(block_hashes)
+                    self.told.difference_update(block_hashes)
                 case Cleared():
                     self.told.clear()
         assert self.told == set(self.cached)
@@ -179,11 +180,13 @@ def test_what_is_not_used_is_neither_committed_nor_released() -> None:
 
 
 def test_untaken_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetwake.consumers.block_pool.MAX_UNTAKEN_EVENTS", 3)
+    monkeypatch.setattr("jetwake.consumers.block_pool.MAX_UNTAKEN_BLOCKS", 3)
     pool = BlockPool(8, 1, record_events=True)
-    chain = pool.allocate(5)
+    chain = pool.allocate(6)
     assert chain is not None
-    pool.commit(chain.blocks, [1, 2, 3, 4, 5])
+    pool.commit(chain.blocks, [1, 2], 0, 9)
+    pool.commit(chain.blocks, [1, 2, 3, 4], 2)
+    pool.commit(chain.blocks, [1, 2, 3, 4, 5, 6], 4)
     taken = pool.take_events()
-    assert (taken.lost, [event.block_hash for event in taken.events if isinstance(event, Stored)]) == (True, [4, 5])
+    assert (taken.lost, taken.events) == (True, [Stored([5, 6], 4)])
     assert not pool.take_events().lost

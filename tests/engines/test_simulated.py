@@ -8,6 +8,7 @@ import pytest
 
 from jetwake.consumers.engine import EngineInfo
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
+from jetwake.consumers.simulated_cache import block_changes
 from jetwake.consumers.timing import PolynomialTiming
 from jetwake.schemas.blocks import block_hashes, root_hash
 from jetwake.schemas.errors import EngineRefused, PullFailed, SetupError
@@ -135,7 +136,7 @@ async def test_allowed_tokens_are_obeyed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(stop=["x"]), Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])]
+    "sampling", [Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])]
 )
 async def test_what_needs_text_is_refused(pair: Pair, sampling: Sampling) -> None:
     with pytest.raises(EngineRefused, match="no tokenizer"):
@@ -266,7 +267,7 @@ async def test_block_events_name_the_prompt(new_pair: NewPair) -> None:
     for engine in (pair.prefill, pair.decode):
         assert isinstance(engine, SimulatedEngine)
         assert hashes == list(engine.pool.cached_hashes())[:3]
-        assert [event.block_hash for event in engine.pool.take_events().events][:3] == hashes  # type: ignore[union-attr]
+        assert [block for change in block_changes(engine.pool) for block in change.hashes][:3] == hashes
     await nothing_used(pair)
 
 
@@ -286,3 +287,11 @@ async def test_room_is_given_in_order_of_arrival(new_pair: NewPair) -> None:
     assert not small.done()
     await pair.prefill.release([first.kv.engine_request_id])
     await small
+
+
+async def test_one_that_waited_behind_its_prefix_finds_it_cached(new_pair: NewPair) -> None:
+    """As with vLLM: the cache is looked at when a prefill begins, not when the request arrives."""
+    pair = await new_pair(timing=SLOW)
+    prompt = pair.prompt(65)
+    first, second = await asyncio.gather(pair.prefill.prefill(leg(prompt)), pair.prefill.prefill(leg(prompt)))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 64)

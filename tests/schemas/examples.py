@@ -1,16 +1,21 @@
 """One example of every message, with no field at its default where that can be; the golden bytes are made of these."""
 
+from jetwake.schemas.batches import BatchJob, BatchRecord, LineError, LineResult
 from jetwake.schemas.codec import Message
 from jetwake.schemas.decode import KvHandoff, KvReference
+from jetwake.schemas.drain import Drained, DrainHeard, DrainOrder
 from jetwake.schemas.json_schema import type_tag
+from jetwake.schemas.keys import ApiKey
 from jetwake.schemas.kv_events import KvChange, KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from jetwake.schemas.prefill import PrefillJob, ReleaseKv
 from jetwake.schemas.replies import (
     Cancelled,
     CancelRequest,
+    Checkpoint,
     DeadLetter,
     Expired,
     Failed,
+    Fence,
     Finished,
     PositionLogprobs,
     TokenChunk,
@@ -53,12 +58,16 @@ REQUEST = InferenceRequest(
     prompt_tokens=TOKENS,
     sampling=SAMPLING,
     lora="adapter",
-    cache_salt="tenant",
+    cache_salt="salt",
+    tenant="tenant-1",
+    metadata={"ticket": "7"},
     session="conversation-1",
     attempt=2,
     failures=1,
+    failed_workers=["p-9"],
     submitted_ns=1_700_000_000_000_000_001,
     deadline_ns=1_700_000_060_000_000_001,
+    cancel_when_unread=True,
 )
 
 LOGPROBS = [PositionLogprobs(token_ids=[1, 9], logprobs=[-0.5, -1.25], ranks=[1, 2])]
@@ -73,6 +82,8 @@ KV = KvReference(
     num_tokens=3,
     cached_tokens=2,
 )
+
+RULES = SAMPLING.text_rules
 
 ENDING = {
     "request_id": "req-1",
@@ -102,6 +113,39 @@ COMPATIBILITY = KvCompatibility(
     kv_layout="HND",
 )
 
+BATCH = BatchRecord(
+    batch_id="batch_1",
+    owner="acme",
+    cache_salt="salt",
+    model="demo",
+    endpoint="/v1/completions",
+    input_file_id="file-1",
+    completion_window="24h",
+    metadata={"a": "b"},
+    output_expires_s=3600,
+    status="expired",
+    errors=[LineError(code="invalid_url", message="no", line=3, param="url")],
+    total_lines=10,
+    completed_lines=7,
+    failed_lines=1,
+    prompt_tokens=100,
+    cached_tokens=50,
+    output_tokens=20,
+    begun=9,
+    order="shared-prefix-1",
+    output_file_id="file-2",
+    error_file_id="file-3",
+    created_ns=1,
+    in_progress_ns=2,
+    expires_ns=3,
+    finalizing_ns=4,
+    completed_ns=5,
+    failed_ns=6,
+    expired_ns=7,
+    cancelling_ns=8,
+    cancelled_ns=9,
+)
+
 EXAMPLES: tuple[Message, ...] = (
     REQUEST,
     PrefillJob(request=REQUEST, router="r-1", reason="least loaded", predicted_cached_tokens=2, routed_ns=1_700_000_000_500_000_001),
@@ -117,11 +161,13 @@ EXAMPLES: tuple[Message, ...] = (
         hold_until_ns=1_700_000_030_000_000_001,
         prefilled_ns=1_700_000_000_700_000_001,
     ),
-    TokenChunk(request_id="req-1", attempt=2, offset=5, tokens=TOKENS, logprobs=LOGPROBS),
-    Finished(**ENDING, finish_reason="stop", stop_reason="2"),
+    TokenChunk(request_id="req-1", attempt=2, offset=5, tokens=TOKENS, logprobs=LOGPROBS, cached_tokens=2),
+    Finished(**ENDING, finish_reason="stop", stop_reason="2", text_rules=RULES),
     Failed(**ENDING, code="pull_failed", text="the KV cache could not be pulled"),
     Cancelled(**ENDING),
     Expired(**ENDING, phase="decode"),
+    Fence(request_id="req-1", attempt=2),
+    Checkpoint(request_id="req-1", model="org/model-7b", attempt=2, tokens=TOKENS, text_rules=RULES, deadline_ns=1_700_000_060_000_000_001),
     CancelRequest(request_id="req-1", below_attempt=2, reason="client left"),
     DeadLetter(
         stage="prefill",
@@ -177,6 +223,7 @@ EXAMPLES: tuple[Message, ...] = (
         held_blocks=40,
         held_handoffs=2,
         free_slots=14,
+        kv_silent_s=0.5,
     ),
     KvEvents(
         worker="p-1",
@@ -196,6 +243,31 @@ EXAMPLES: tuple[Message, ...] = (
         reason="soonest",
         predicted_cached_tokens=32,
         considered=[ConsideredLane(lane="p-1-i-1", role="prefill", score=0.5, words="nothing before it")],
+    ),
+    DrainOrder(reason="new version"),
+    DrainHeard(name="p-1", role="prefill", incarnation="i-1"),
+    Drained(name="p-1", incarnation="i-1", in_time=False, moved_requests=3, took_s=2.5),
+    ApiKey(
+        digest="0f" * 32,
+        tenant="tenant-1",
+        priority_class="batch",
+        requests_per_minute=60,
+        tokens_per_minute=90_000,
+        note="nightly summaries",
+        created_ns=1_700_000_000_000_000_001,
+    ),
+    BATCH,
+    BatchJob(record=BATCH),
+    LineResult(
+        batch_id="batch_1",
+        line=7,
+        custom_id="a",
+        request_id="batch_1-7",
+        status=200,
+        body=b"{}",
+        prompt_tokens=3,
+        cached_tokens=2,
+        output_tokens=1,
     ),
 )
 

@@ -12,7 +12,7 @@ from .examples import BY_TAG
 
 def test_one_for_each_message() -> None:
     assert set(documents()) == set(BY_TAG)
-    assert set(files()) == {f"{tag}.schema.json" for tag in BY_TAG}
+    assert set(files()) == {f"{tag}.schema.json" for tag in (*BY_TAG, "request_ended")}
 
 
 @pytest.mark.parametrize("tag", sorted(BY_TAG))
