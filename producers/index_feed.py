@@ -186,6 +186,8 @@ class IndexFeed:
             log.warning("KV events that cannot be read: %s", error)
 
     def _on_chunk(self, message: RawMessage) -> None:
+        if not message.data:
+            return  # the broker says that nobody has that lane now
         try:
             chunk = decode(message.data, KvSnapshotChunk)
             followed = self._followed.get(f"{chunk.worker}-{chunk.incarnation}")

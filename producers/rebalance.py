@@ -6,6 +6,7 @@ its queue, in this order: whatever dies in between, the request is somewhere, an
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from ..pipeline.topology import delete_message
 from ..schemas.errors import BusError, Overloaded
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import PREFILL
+from ..schemas.subjects import message_id
 from .fleet import Candidate
 from .lane_ledger import Booking
 from .router import Router
@@ -61,9 +63,11 @@ class Rebalancer:
     async def _move(self, job: Waiting) -> None:
         log.info("%s waits %.2f s on %s: routing it again", job.request.request_id, job.before_s, job.booking.lane)
         try:
-            await self._endings.replace(job.request, Overloaded(f"another worker is idle, and {job.booking.lane} is not"))
+            error = Overloaded(f"another worker is idle, and {job.booking.lane} is not")
+            await self._endings.again(job.request, error, is_fault=False)
             self._router.withdraw(job.booking)
-            await delete_message(self._bus, PREFILL.name, job.booking.sequence)
+            job_id = message_id(job.request.request_id, "prefill", job.request.attempt)
+            await delete_message(self._bus, PREFILL.name, job.booking.sequence, job_id)
         except BusError as error:
             log.warning("%s stays where it is: %s", job.request.request_id, error)
 
@@ -74,9 +78,9 @@ def waiting_by_model(router: Router) -> list[tuple[list[Waiting], tuple[Candidat
     for model, choice in router.fleets().items():
         waiting: list[Waiting] = []
         for candidate in choice:
-            before_s = candidate.work_s - candidate.queued_work_s
+            before_s = candidate.work_s(time.monotonic()) - candidate.queued_work_s
             for booking in router.queued(candidate.lane):
-                request = router.decided(booking.request_id)
+                request = router.decided(booking)
                 if request is not None and request.model == model:
                     elsewhere_s = candidate.timing.seconds(request.prompt_length_tokens)
                     waiting.append(Waiting(request, booking, before_s, elsewhere_s))

@@ -4,15 +4,19 @@ import os
 
 import typer
 
-from ..parent_death import die_with_parent
-from . import bench, local, model, requests, roles, schemas
+from ...consumers.parent_death import die_with_parent
+from . import attach, batch, bench, chaos, dead, drain, gateway, keys, local, model, profile, replay, requests, roles, schemas, size, trace
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Queue-first, disaggregated LLM inference."
 )
-for group in (local, roles, requests, schemas):
+for group in (local, gateway, roles, requests, attach, drain, schemas, chaos, replay, size, profile):
     app.add_typer(group.app)
 app.add_typer(model.app, name="model", no_args_is_help=True, help="Models on this machine.")
+app.add_typer(keys.app, name="keys", no_args_is_help=True, help="Who may use the gateways, and how much.")
+app.add_typer(batch.app, name="batch", no_args_is_help=True, help="Files of requests in, files of results out.")
+app.add_typer(dead.app, name="dead", no_args_is_help=True, help="What could not be processed.")
+app.add_typer(trace.app, name="trace", no_args_is_help=True, help="Workloads as files.")
 app.add_typer(bench.app, name="bench", no_args_is_help=True, help="Measure this installation.")
 
 

@@ -9,7 +9,8 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,18 @@ Policy = Annotated[str, typer.Option("--policy", help="kv_aware, least_loaded, p
 RouterOptions = Annotated[
     list[str] | None,
     typer.Option("--router-option", help="KEY=VALUE of the router: `--router-option direct_max_new_tokens=256`. Repeatable."),
+]
+WorkerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--worker-option", help="KEY=VALUE of a worker: `--worker-option grace_s=60`. Repeatable."),
+]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        envvar="JETWAKE_LIMITS",
+        help="KEY=VALUE, a bound of the queues, the same for all parts of a system: `--limit max_requests=5000`. Repeatable.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 WhichModel = Annotated[str | None, typer.Option("--model", help="Which model, when there is more than one.")]
@@ -70,30 +83,37 @@ class Broker:
         )
 
 
-def takes_broker(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives the command line of `command` the options of `Broker`, and the command one `Broker` as its parameter `broker`."""
-    signature = inspect.signature(command)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "broker"]
-    options = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(Broker)
-    ]
-    names = {field.name for field in fields(Broker)}
+def takes(name: str, options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives the command line of a command the options that are the fields of the dataclass, and the command one of these as parameter `name`."""
+    names = {field.name for field in fields(options)}
 
-    @functools.wraps(command)
-    def with_broker(**given: Any) -> None:
-        broker = Broker(**{name: given.pop(name) for name in names})
-        command(**given, broker=broker)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        added = [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields(options)
+        ]
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + options
-    vars(with_broker)["__signature__"] = signature.replace(parameters=parameters)
-    with_broker.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_broker
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            taken = options(**{field: given.pop(field) for field in names})
+            command(**given, **{name: taken})
+
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
+        vars(with_options)["__signature__"] = signature.replace(parameters=parameters)
+        with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_options
+
+    return decorate
 
 
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+takes_broker = takes("broker", Broker)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
     """Runs a command's coroutine; our errors become one line on standard error and an exit code."""
-    from ...schemas.errors import BusError, JetwakeError, RequestRefused, SetupError
+    from ...schemas.errors import JetwakeError
 
     async def ungrouped() -> None:
         """A command that runs things side by side fails with a group around the one error that ended it."""
@@ -108,8 +128,22 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 error = error.exceptions[0]
             raise error from group
 
+    with _in_one_line(), asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(ungrouped())
+
+
+def run_here(body: Callable[[], None]) -> None:
+    """As `run`, for a command that computes and has nothing to wait for: Ctrl-C ends it at once."""
+    with _in_one_line():
+        body()
+
+
+@contextmanager
+def _in_one_line() -> Generator[None]:
+    from ...schemas.errors import BusError, JetwakeError, RequestRefused, SetupError
+
     try:
-        asyncio.run(ungrouped())
+        yield
     except JetwakeError as error:
         code = EXIT_FAILED
         if isinstance(error, BusError):
@@ -128,10 +162,11 @@ def stop_on_signals() -> asyncio.Event:
     return stopping
 
 
-def topology_settings() -> "TopologySettings":
-    from ...pipeline.settings import TopologySettings
+def topology_settings(limits: list[str] | None = None) -> "TopologySettings":
+    """Raises SetupError naming what is wrong."""
+    from ..limits import topology_settings_of
 
-    return TopologySettings()
+    return topology_settings_of(limits or [])
 
 
 def say(text: str) -> None:

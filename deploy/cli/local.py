@@ -10,10 +10,12 @@ from .common import (
     Broker,
     EngineKind,
     EngineOptions,
+    Limits,
     Model,
     Policy,
     RouterOptions,
     ServedName,
+    WorkerOptions,
     run,
     say,
     stop_on_signals,
@@ -23,9 +25,10 @@ from .common import (
 app = typer.Typer()
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 @takes_broker
 def up(
+    context: typer.Context,
     broker: Broker,
     engine: EngineKind = "vllm",
     model: Model = "demo",
@@ -36,19 +39,32 @@ def up(
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
     engine_option: EngineOptions = None,
+    worker_option: WorkerOptions = None,
+    limit: Limits = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the OpenAI API; 0: any free one. Else 8000, and no API with simulated engines.")
+    ] = None,
+    gateway: Annotated[bool, typer.Option("--gateway/--no-gateway", help="Serve the OpenAI API.")] = True,
     store: Annotated[Path | None, typer.Option(help="Folder of broker data and logs, kept. Else: a temporary one.")] = None,
 ) -> None:
-    """Run a whole system on this machine; prints `ready` when a request would be served. Ctrl-C stops it."""
+    """Run a whole system on this machine; prints `ready` and the URL when a request would be served. Ctrl-C stops it.
+
+    What follows `--` are flags of `vllm serve` for the OpenAI API: `jetwake up -- --tool-call-parser hermes --enable-auto-tool-choice`.
+    """
 
     async def body() -> None:
         from ..local import local_system, run_local
+        from ..local_gateway import local_gateway
         from ..startup_view import StartupView
 
         given = broker.settings() if broker.nats_url else None
         counts = (prefill, decode, aggregated)
         options, routing = engine_option or [], router_option or []
-        system = local_system(engine, model, served_model_name, options, policy, counts, store, given, say, routing)
-        with StartupView() as view:
+        api = local_gateway(engine, port, gateway, context.args)
+        system = local_system(
+            engine, model, served_model_name, options, policy, counts, store, given, say, routing, api, worker_option or [], limit or []
+        )
+        with StartupView(api_url=api.url if api is not None else "") as view:
             await run_local(system, stop_on_signals(), view.ready, view.show)
 
     run(body)

@@ -9,10 +9,12 @@ from .common import (
     Broker,
     EngineKind,
     EngineOptions,
+    Limits,
     Model,
     Policy,
     RouterOptions,
     ServedName,
+    WorkerOptions,
     run,
     start_logging,
     stop_on_signals,
@@ -33,6 +35,7 @@ def router(
     name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
+    limit: Limits = None,
 ) -> None:
     """Run one router: gives each request to a worker."""
 
@@ -41,7 +44,7 @@ def router(
 
         start_logging()
         settings = router_settings(name, policy, router_option or [])
-        await run_router(settings, broker.settings(), topology_settings(), stop_on_signals())
+        await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals())
 
     run(body)
 
@@ -56,17 +59,19 @@ def worker_command(role: "Role") -> Callable[..., None]:
         served_model_name: ServedName = "",
         engine_option: EngineOptions = None,
         domain: Annotated[str, typer.Option(help="Where it stands (a rack, a host): told on its card.")] = "",
+        worker_option: WorkerOptions = None,
+        limit: Limits = None,
     ) -> None:
         async def body() -> None:
-            from ..app import WorkerSettings
+            from ..app import worker_settings
             from ..engines import make_engine
             from ..options import parse_options
             from ..worker import run_worker
 
             start_logging()
+            settings = worker_settings(name, role, domain, worker_option or [])
             made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
-            settings = WorkerSettings(name=name, role=role, domain=domain)
-            await run_worker(settings, made, broker.settings(), topology_settings(), stop_on_signals())
+            await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals())
 
         run(body)
 

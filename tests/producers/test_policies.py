@@ -94,10 +94,12 @@ def test_queued_is_what_was_routed_and_not_yet_fetched() -> None:
     for sequence in (11, 12, 13):
         ledger.stored(ledger.book(f"r{sequence}", "a-1", 0.5), sequence)
     ledger.fetched("a-1", 11)
-    load = WorkerLoad(worker="a", incarnation="1", fetched_requests=3, running_requests=2, running_new_tokens=1000)
+    load = WorkerLoad(worker="a", incarnation="1", fetched_requests=3, running_requests=2, prefill_left_s=0.25)
     [found] = candidates("m", cards, {"a-1": load}, ledger)
     assert (found.queued_requests, found.running_requests, found.load) == (2, 2, 4)
-    assert found.work_s == pytest.approx(2 * 0.5 + found.timing.per_token_s * 500)
+    assert found.work_s(0.0) == pytest.approx(2 * 0.5 + 0.25)
+    assert found.work_s(0.2) == pytest.approx(2 * 0.5 + 0.05)
+    assert found.work_s(9.0) == pytest.approx(2 * 0.5)
 
 
 def test_a_worker_that_has_told_no_timing_is_taken_for_as_quick_as_the_quickest_that_has() -> None:

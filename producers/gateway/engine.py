@@ -1,0 +1,382 @@
+"""vLLM's `EngineClient` over the queue: what vLLM's server application takes for its engine. Imports vLLM.
+
+A call of `generate` becomes one of our requests, or one for each of n answers: the first of them is sent alone, and the others
+when its first token has come, so that the prompt is computed once and found in the cache by the rest. A client that goes away, or a
+stop string that is found here, ends the requests at the workers too.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from copy import copy
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.renderers import BaseRenderer, renderer_from_config  # pyright: ignore[reportUnknownVariableType]
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from ...schemas.errors import BrokerUnavailable, JetwakeError
+from ...schemas.requests import InferenceRequest
+from ...schemas.tokens import pack_tokens
+from .choice import Choice
+from .exchange import Exchange, Replies, current
+from .failures import Failure, failure_of
+from .metrics import GatewayMetrics
+from .sampling import sampling_of
+from .submission import Submitter
+
+TASKS: tuple[SupportedTask, ...] = ("generate",)
+LAST_WORD_S = 1.0
+"""A worker finds a stop string itself and ends; only if it does not within this time is it told to."""
+
+
+class NotServed(GenerationError):
+    """What vLLM's handlers see of a request that failed; the front tells the client the failure itself."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.status_code = HTTPStatus(failure.status)
+
+
+class BusEngine(EngineClient):
+    def __init__(self, config: VllmConfig, submitter: Submitter, metrics: GatewayMetrics, request_timeout_s: float) -> None:
+        self.vllm_config: VllmConfig = config
+        self.model_config: ModelConfig = config.model_config
+        self.renderer: BaseRenderer = renderer_from_config(config)  # pyright: ignore[reportUnknownVariableType]
+        self.input_processor = InputProcessor(config, self.renderer)
+        self._processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self._submitter = submitter
+        self._metrics = metrics
+        self._timeout_ns = int(request_timeout_s * 1e9)
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        refusal = self._submitter.refusal()
+        if refusal is not None:
+            self._refuse(current(), refusal)
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        exchange = current()
+        answer = _Answers(self._submitter, self._processor, exchange)
+        try:
+            core = self._core_request(prompt, sampling_params, request_id, lora_request, tokenization_kwargs)
+            text = prompt_text or extract_prompt_components(self.model_config, prompt).text
+            requests = self._our_requests(exchange, core, session_id, priority, reasoning_ended, reasoning_parser_kwargs)
+            answer.take_quota(requests)
+            answer.prepare(core, text, requests)
+            self._metrics.submitted(requests[0].prompt_length_tokens)
+            async for output in answer.outputs():
+                if not exchange.answering:
+                    exchange.answering = True
+                    if requests[0].priority_class != "batch":  # nobody waits for their first token
+                        self._metrics.first_token(requests[0].submitted_ns, self._submitter.now_ns(), output.num_cached_tokens or 0)
+                yield output
+        except JetwakeError as error:
+            self._refuse(exchange, error)
+        except (VLLMClientError, ValueError, TypeError) as error:
+            param = getattr(error, "parameter", None)
+            exchange.failure = exchange.failure or Failure(400, "invalid_request", str(error), param=param)
+            raise NotServed(exchange.failure) from error
+        finally:
+            self._metrics.generated(answer.close())
+
+    def _core_request(
+        self, prompt: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None, tokenization: dict[str, Any] | None
+    ) -> EngineCoreRequest:
+        """vLLM's own view of the request: checked, with what the model's configuration adds. Raises VLLMClientError, ValueError."""
+        core = self.input_processor.process_inputs(request_id, prompt, params, TASKS, lora_request=lora, tokenization_kwargs=tokenization)
+        if core.prompt_token_ids is None or core.prompt_embeds is not None or core.mm_features:
+            raise ValueError("only text prompts are served here: images, audio and embeddings are not")
+        self.input_processor.assign_request_id(core)
+        return core
+
+    def _our_requests(
+        self,
+        exchange: Exchange,
+        core: EngineCoreRequest,
+        session: str | None,
+        priority: int,
+        reasoning_ended: bool | None,
+        reasoning_options: dict[str, Any] | None,
+    ) -> list[InferenceRequest]:
+        """One for each of n answers. Raises InvalidRequest, PromptTooLong, PayloadTooLarge."""
+        params = core.sampling_params
+        assert params is not None
+        now_ns = self._submitter.now_ns()
+        sampling = sampling_of(params, params.seed, reasoning_ended, reasoning_options)
+        first = InferenceRequest(
+            request_id=exchange.next_request_id(),
+            gateway=exchange.job.gateway if exchange.job is not None else self._submitter.gateway,
+            model=self._submitter.model.model,
+            # vLLM: lower is earlier. There are two classes here, and work that may wait is the batch class.
+            priority_class=exchange.priority_class or ("batch" if priority > 0 else "interactive"),
+            prompt_tokens=pack_tokens(core.prompt_token_ids or ()),
+            sampling=sampling,
+            lora=core.lora_request.lora_name if core.lora_request is not None else "",
+            cache_salt=exchange.cache_salt,
+            session=(session or "")[:256],
+            submitted_ns=now_ns,
+            tenant=exchange.tenant,
+            metadata=exchange.metadata,
+            deadline_ns=self._deadline_ns(exchange, now_ns),
+        )
+        self._submitter.check(first)
+        requests = [first]
+        for number in range(1, params.n):
+            seed = None if params.seed is None else params.seed + number
+            own = {"request_id": exchange.next_request_id(), "sampling": sampling.model_copy(update={"seed": seed})}
+            requests.append(first.model_copy(update=own))
+        return requests
+
+    def _deadline_ns(self, exchange: Exchange, now_ns: int) -> int:
+        if exchange.job is not None:
+            return exchange.job.deadline_ns
+        wanted_ns = self._timeout_ns if exchange.timeout_s is None else int(exchange.timeout_s * 1e9)
+        return now_ns + min(wanted_ns, self._timeout_ns)
+
+    def _refuse(self, exchange: Exchange, error: JetwakeError) -> NoReturn:
+        exchange.failure = exchange.failure or failure_of(error, self._submitter.retry_after_s)
+        raise NotServed(exchange.failure) from error
+
+    # ------------------------------------------------------------------------------------------------------ state
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return BrokerUnavailable("the connection to the broker is lost")
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return TASKS
+
+    async def check_health(self) -> None:
+        if not self._submitter.connected:
+            raise self.dead_error
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """There are none of an engine here."""
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Workers load adapters; here one is only a name."""
+        return True
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Requests end when whoever iterates `generate` goes away."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.renderer.shutdown()
+
+    # ------------------------------------------------------------------------------------------------------ not here
+
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("encode")
+
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("notify_kv_transfer_request_rejected")
+
+    async def start_profile(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("start_profile")
+
+    async def stop_profile(self) -> NoReturn:
+        _not_here("stop_profile")
+
+    async def reset_mm_cache(self) -> NoReturn:
+        _not_here("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> NoReturn:
+        _not_here("reset_encoder_cache")
+
+    async def reset_prefix_cache(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("reset_prefix_cache")
+
+    async def sleep(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("sleep")
+
+    async def release_kv_cache_memory(self) -> NoReturn:
+        _not_here("release_kv_cache_memory")
+
+    async def wake_up(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("wake_up")
+
+    async def pause_generation(self, *_: Any, **__: Any) -> NoReturn:
+        _not_here("pause_generation")
+
+    async def resume_generation(self) -> NoReturn:
+        _not_here("resume_generation")
+
+
+def _not_here(call: str) -> NoReturn:
+    raise NotImplementedError(f"{call}: engines run in the workers, and a gateway has none")
+
+
+class _Answers:
+    """The n answers of one call of `generate`. `close` ends what has not ended."""
+
+    def __init__(self, submitter: Submitter, processor: OutputProcessor, exchange: Exchange) -> None:
+        self._submitter = submitter
+        self._processor = processor
+        self._exchange = exchange
+        self._quota_tokens = 0
+        self._requests: list[InferenceRequest] = []
+        self._choices: list[Choice] = []
+        self._engine_ids: list[str] = []
+        self._streams: dict[int, Replies] = {}
+        self._told: set[int] = set()
+        self._collector: RequestOutputCollector | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def prepare(self, core: EngineCoreRequest, text: str | None, requests: list[InferenceRequest]) -> None:
+        params = core.sampling_params
+        assert params is not None
+        self._requests = requests
+        length = requests[0].prompt_length_tokens
+        if params.n == 1:
+            self._add(core, text, None, 0, length)
+            return
+        self._collector = RequestOutputCollector(params.output_kind, core.request_id)
+        parent = ParentRequest(core)
+        for number in range(params.n):
+            child = copy(core)
+            child.request_id, child.sampling_params = parent.get_child_info(number)
+            self._add(child, text, parent, number, length)
+
+    def take_quota(self, requests: list[InferenceRequest]) -> None:
+        """By estimate: the prompt once, and all that the answers may become. Raises QuotaExceeded, InvalidRequest."""
+        if self._exchange.grant is not None:
+            wanted = requests[0].prompt_length_tokens + sum(request.sampling.max_tokens for request in requests)
+            self._exchange.grant.take_tokens(wanted)
+            self._quota_tokens = wanted
+
+    def _add(self, core: EngineCoreRequest, text: str | None, parent: ParentRequest | None, number: int, length: int) -> None:
+        params = core.sampling_params
+        assert params is not None
+        self._processor.add_request(core, text, parent, number, self._collector)
+        self._engine_ids.append(core.request_id)
+        self._choices.append(Choice(self._processor, core.request_id, params, length))
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        if self._collector is None:
+            async for output in self._answer(0):
+                yield output
+            return
+        collector = self._collector
+        self._tasks.append(asyncio.create_task(self._fan_out(collector)))
+        finished = False
+        while not finished:
+            output = collector.get_nowait() or await collector.get()
+            assert isinstance(output, RequestOutput)
+            finished = output.finished
+            yield output
+
+    async def _answer(self, number: int, begun: asyncio.Event | None = None) -> AsyncGenerator[RequestOutput, None]:
+        request, choice = self._requests[number], self._choices[number]
+        job = self._exchange.job
+        self._streams[number] = replies = await (self._submitter.submit(request) if job is None else job.submit(request))
+        async for reply in replies:
+            outputs = choice.take(reply)
+            if begun is not None:
+                begun.set()
+            for output in outputs:
+                yield output
+            if choice.ended:
+                break
+        if not choice.ended:
+            raise BrokerUnavailable("the gateway stopped before the answer ended")
+        if choice.stopped_here:
+            self._told.add(number)
+            self._submitter.in_background(_await_last_word(self._submitter, replies))
+
+    async def _fan_out(self, collector: RequestOutputCollector) -> None:
+        """The first answer, and after its first token the others, all into the collector."""
+        begun = asyncio.Event()
+
+        async def one(number: int) -> None:
+            async for _ in self._answer(number, begun):
+                """The output processor has put it into the collector."""
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(one(0))
+                await begun.wait()
+                for number in range(1, len(self._requests)):
+                    tasks.create_task(one(number))
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            collector.put(first if isinstance(first, Exception) else RuntimeError(str(first)))
+
+    def close(self) -> int:
+        """The number of tokens that were given out. Never waits: it runs while a generator is being closed."""
+        for task in self._tasks:
+            task.cancel()
+        unfinished = [number for number, choice in enumerate(self._choices) if not choice.ended]
+        for number in unfinished:
+            if number in self._streams and self._exchange.job is None:
+                self._submitter.cancel_soon(self._requests[number].request_id)
+        for number, replies in self._streams.items():
+            if number not in self._told:
+                replies.close()
+        self._processor.abort_requests([self._engine_ids[number] for number in unfinished], internal=True)
+        given = sum(choice.given_tokens for choice in self._choices)
+        if self._exchange.grant is not None and self._quota_tokens:
+            # A prompt whose answers never began cost nothing.
+            used = self._requests[0].prompt_length_tokens + given if given else 0
+            self._exchange.grant.correct_tokens(self._quota_tokens, used)
+        return given
+
+
+async def _await_last_word(submitter: Submitter, replies: Replies) -> None:
+    """A stop string was found here. The workers know it too; one that goes on regardless is told to stop."""
+    try:
+        async with asyncio.timeout(LAST_WORD_S):
+            async for _ in replies:
+                """Only its end is waited for."""
+    except TimeoutError:
+        submitter.cancel_soon(replies.request_id)
+    finally:
+        replies.close()

@@ -1,0 +1,251 @@
+"""The HTTP side of the gateway, around vLLM's application: ids, refusals, honest statuses, and signs of life. Plain ASGI.
+
+vLLM's handlers answer a stream with status 200 before the request is even on the queue. Here the head of a streamed response is
+held back until its first tokens are there (or a keep-alive is due), so that a failure before them is a status and a JSON
+body. After that, a failure is the stream's last event, and nothing that looks like success follows it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from . import exchange as exchanges
+from .body import refused_field
+from .exchange import EXCHANGE_KEY, Exchange, clean_client_id, metadata_in
+from .failures import Failure, Shape, failure_in, shape_of
+from .gate import Gate
+from .metrics import GatewayMetrics
+from .settings import GatewaySettings
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+KEEP_ALIVE = b": keep-alive\n\n"
+CLIENT_ID_HEADER = b"x-request-id"
+REQUEST_ID_HEADER = b"x-jetwake-request-id"
+METADATA_HEADER = b"x-jetwake-metadata"
+_HIDDEN_HEADERS = frozenset({CLIENT_ID_HEADER, b"x-data-parallel-rank"})
+_DROPPED_HEADERS = frozenset({b"content-length", CLIENT_ID_HEADER})
+
+
+UPLOADS = "/v1/files"
+"""Its bodies are read by whoever stores them, part by part."""
+
+
+class BodyTooLarge(Exception):
+    """More than `max_body_bytes`."""
+
+
+class Front:
+    """`routes`: the paths that are served, which are also the only ones that metrics name."""
+
+    def __init__(
+        self, app: App, settings: GatewaySettings, metrics: GatewayMetrics, routes: frozenset[str], gate: Gate | None = None
+    ) -> None:
+        self._app = app
+        self._gate = gate or Gate()
+        self._settings = settings
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange, scope = self._begin(scope)
+        exchanges.begin(exchange)
+        response = Response(send, exchange, scope["path"], self._settings.keep_alive_s)
+        route = scope["path"] if scope["path"] in self._routes else "other"
+        started_s = asyncio.get_running_loop().time()
+        self._metrics.open.inc()
+        try:
+            await self._answer(scope, receive, response)
+        finally:
+            response.close()
+            self._metrics.open.dec()
+            self._metrics.ended(route, response.status, asyncio.get_running_loop().time() - started_s)
+
+    def _begin(self, scope: Scope) -> tuple[Exchange, Scope]:
+        """vLLM uses the client's id as the base of its own; it gets ours instead."""
+        given = next((value for name, value in scope["headers"] if name == CLIENT_ID_HEADER), None)
+        exchange: Exchange = scope.get(EXCHANGE_KEY) or Exchange()
+        exchange.client_id = clean_client_id(given.decode("latin-1")) if given is not None else None
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HIDDEN_HEADERS]
+        headers.append((CLIENT_ID_HEADER, exchange.request_id.encode()))
+        return exchange, {**scope, "headers": headers}
+
+    async def _answer(self, scope: Scope, receive: Receive, response: "Response") -> None:
+        admitted = scope["method"] == "OPTIONS" or exchanges.current().admitted
+        refusal = None if admitted else self._gate.admit(exchanges.current(), scope["headers"])
+        refusal = refusal or _take_metadata(exchanges.current(), scope["headers"])
+        if refusal is not None:
+            await response.fail(refusal)
+            return
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or scope["path"] == UPLOADS:
+            await self._app(scope, receive, response.send)
+            return
+        try:
+            body = await read_body(receive, self._settings.max_body_bytes)
+        except BodyTooLarge as error:
+            await response.fail(Failure(413, "payload_too_large", str(error)))
+            return
+        if body is None:  # the client left before it had said what it wanted
+            return
+        refusal = refused_field(body)
+        if refusal is not None:
+            await response.fail(refusal)
+            return
+        await self._app(scope, replay(body, receive), response.send)
+
+
+class Response:
+    """What goes out for one exchange. `send` takes what vLLM's application says."""
+
+    def __init__(self, send: Send, exchange: Exchange, path: str, keep_alive_s: float) -> None:
+        self.status = 499  # nothing was sent: the client left
+        self._send = send
+        self._exchange = exchange
+        self._shape: Shape = shape_of(path)
+        self._keep_alive_s = keep_alive_s
+        self._start: Message | None = None
+        self._streamed = False
+        self._open = False
+        self._ended = False
+        self._held: list[Message] = []
+        self._last_s = 0.0
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        if self._ended:
+            return  # vLLM's closing words after a failure
+        if message["type"] != "http.response.start":
+            await self._body(message)
+            return
+        self._start = message
+        content_type = next((value for name, value in message["headers"] if name == b"content-type"), b"")
+        self._streamed = content_type.startswith(b"text/event-stream")
+        if not self._streamed:
+            if message["status"] < 400:
+                await self._begin()
+            elif self._exchange.failure is not None:
+                await self.fail(self._exchange.failure)
+        elif self._keep_alive_s:
+            self._last_s = asyncio.get_running_loop().time()
+            self._keeper = asyncio.create_task(self._keep_alive())
+
+    async def fail(self, failure: Failure) -> None:
+        """The whole response, or the end of the stream that has begun, is this failure."""
+        self.close()
+        self._ended = True
+        if self._open:
+            await self._send({"type": "http.response.body", "body": failure.event(self._shape), "more_body": False})
+            return
+        self.status = failure.status
+        body = failure.body(self._shape)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *failure.headers()]
+        await self._send({"type": "http.response.start", "status": failure.status, "headers": [*headers, *self._ids()]})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+
+    async def _body(self, message: Message) -> None:
+        if not self._streamed:
+            if self._open:
+                await self._send(message)
+            else:  # a failure that vLLM found, in its own words: told as all the others are
+                self._held.append(message)
+                if not message.get("more_body", False):
+                    assert self._start is not None
+                    await self.fail(failure_in(self._start["status"], b"".join(part.get("body", b"") for part in self._held)))
+            return
+        if self._exchange.failure is not None:
+            await self.fail(self._exchange.failure)
+            return
+        more = message.get("more_body", False)
+        if not self._open:
+            self._held.append(message)
+            if more and not self._exchange.answering:
+                return
+            await self._begin()
+        else:
+            self._last_s = asyncio.get_running_loop().time()
+            if not more:
+                self.close()
+            await self._send(message)
+
+    async def _begin(self) -> None:
+        """Sends the head, and what was held back."""
+        assert self._start is not None
+        self._open = True
+        self.status = self._start["status"]
+        dropped = _DROPPED_HEADERS if self._streamed else frozenset({CLIENT_ID_HEADER})
+        headers = [(name, value) for name, value in self._start["headers"] if name not in dropped]
+        await self._send({**self._start, "headers": [*headers, *self._ids()]})
+        held, self._held = self._held, []
+        for message in held:
+            await self._send(message)
+
+    def _ids(self) -> Headers:
+        client_id = self._exchange.client_id or self._exchange.request_id
+        limits = self._exchange.grant.headers() if self._exchange.grant is not None else []
+        return [(CLIENT_ID_HEADER, client_id.encode()), (REQUEST_ID_HEADER, self._exchange.request_id.encode()), *limits]
+
+    async def _keep_alive(self) -> None:
+        """One task for each stream, woken once in each interval: nothing is done for each token."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._last_s + self._keep_alive_s - clock())
+            if clock() - self._last_s < self._keep_alive_s:
+                continue
+            if not self._open:
+                await self._begin()
+            self._last_s = clock()
+            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+
+def _take_metadata(exchange: Exchange, headers: Headers) -> Failure | None:
+    given = next((value for name, value in headers if name == METADATA_HEADER), None)
+    if given is None:
+        return None
+    try:
+        exchange.metadata = metadata_in(given.decode("latin-1"))
+    except ValueError as error:
+        return Failure(400, "invalid_request", f"{METADATA_HEADER.decode()}: {error}")
+    return None
+
+
+async def read_body(receive: Receive, limit_bytes: int) -> bytes | None:
+    """The whole body; None when the client left. Raises BodyTooLarge."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {size - 1} bytes; at most {limit_bytes} are taken")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read already, and then goes on with the real one."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
