@@ -6,6 +6,7 @@ runs one for each process.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,19 +23,23 @@ from ..pipeline.publish import Publisher
 from ..pipeline.registry import ModelCatalogue, Registry
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.terminals import Terminals
-from ..pipeline.topology import ensure_topology
+from ..pipeline.topology_keeper import TopologyKeeper
 from ..producers.explainer import Explainer
 from ..producers.index_feed import IndexFeed
 from ..producers.policies import DEFAULT_POLICY, KvAwareKnobs, make_policy
 from ..producers.prefix_index import PrefixIndex
+from ..producers.queue_endings import QueueEndings
 from ..producers.rebalance import Rebalancer
 from ..producers.router import Router
+from ..producers.silent_workers import SilenceAlarm
 from ..producers.takeover import Takeover
 from ..schemas.codec import first_complaint
+from ..schemas.drain import DrainHeard
 from ..schemas.errors import JetwakeError, SetupError
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import router_consumer
 from ..schemas.workers import Role
+from .drain_desk import DrainDesk
 from .options import parse_options
 
 log = logging.getLogger(__name__)
@@ -55,8 +60,8 @@ class WorkerSettings(BaseModel):
     held_blocks_share: float = Field(default=0.5, gt=0.0, le=1.0)
     hold_s: float = Field(default=120.0, gt=0.0, description="how long a handoff may wait unclaimed before its blocks are freed")
     lease_s: float = Field(default=30.0, gt=0.0)
-    engine_ping_timeout_s: float = Field(default=60.0, gt=0.0)
-    grace_s: float = Field(default=30.0, gt=0.0, description="how long a drain may take")
+    stall_limit_s: float = Field(default=30.0, gt=0.0, description="an engine that holds work and makes no progress for so long is stuck")
+    grace_s: float = Field(default=30.0, gt=0.0, description="how long work in hand may take to end in a drain; then others do it")
 
 
 class RouterSettings(BaseModel):
@@ -73,6 +78,10 @@ class RouterSettings(BaseModel):
     load_weight: float = Field(default=1.0, ge=0.0)
     temperature_s: float = Field(default=0.0, ge=0.0)
     session_affinity_s: float = Field(default=0.0, ge=0.0)
+    decode_weight_s: float = Field(default=KvAwareKnobs.decode_weight_s, ge=0.0)
+    room_wait_s: float = Field(default=KvAwareKnobs.room_wait_s, ge=0.0)
+    hold_s: float = Field(default=KvAwareKnobs.hold_s, ge=0.0)
+    lead_s: float = Field(default=KvAwareKnobs.lead_s, ge=0.0)
     approximate_s: float = Field(
         default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
     )
@@ -86,6 +95,10 @@ class RouterSettings(BaseModel):
             temperature_s=self.temperature_s,
             session_affinity_s=self.session_affinity_s,
             direct_max_new_tokens=self.direct_max_new_tokens,
+            decode_weight_s=self.decode_weight_s,
+            room_wait_s=self.room_wait_s,
+            hold_s=self.hold_s,
+            lead_s=self.lead_s,
         )
 
 
@@ -100,15 +113,17 @@ class Pipe:
     endings: Endings
     in_flight: InFlight
     registry: Registry
+    keeper: TopologyKeeper
 
     def loops(self) -> list[Loop]:
-        return [self.bus.failed(), self.clock.run(), self.registry.run()]
+        return [self.bus.failed(), self.keeper.run(), self.clock.run(), self.registry.run(), self.in_flight.run()]
 
 
 @asynccontextmanager
 async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: str) -> AsyncGenerator[Pipe]:
     async with Bus.connect(broker, name=name) as bus:
-        await ensure_topology(bus, topology)
+        keeper = TopologyKeeper(bus, topology)
+        await keeper.start()
         publisher, clock = Publisher(bus), ServerClock(bus)
         terminals = Terminals(bus, publisher, clock)
         pipe = Pipe(
@@ -119,6 +134,7 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
             endings=Endings(publisher, terminals),
             in_flight=InFlight(bus, clock),
             registry=Registry(bus),
+            keeper=keeper,
         )
         await clock.sync()
         await pipe.in_flight.start()
@@ -132,6 +148,16 @@ def router_settings(name: str, policy: str, options: Sequence[str]) -> RouterSet
         return RouterSettings(name=name, policy=policy, **parse_options(options, "--router-option"))
     except ValidationError as error:
         raise SetupError(f"router option {first_complaint(error)}") from error
+
+
+def worker_settings(name: str, role: Role, domain: str, options: Sequence[str]) -> WorkerSettings:
+    """From a command line; `options` are `key=value` pairs of WorkerSettings. Raises SetupError naming what is wrong."""
+    try:
+        return WorkerSettings(name=name, role=role, domain=domain, **parse_options(options, "--worker-option"))
+    except ValidationError as error:
+        raise SetupError(f"worker option {first_complaint(error)}") from error
+    except TypeError:
+        raise SetupError("--worker-option takes no name, role or domain: they have options of their own") from None
 
 
 def index_of(settings: RouterSettings) -> PrefixIndex:
@@ -157,6 +183,7 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
             registry=pipe.registry,
             catalogue=ModelCatalogue(pipe.bus, pipe.publisher),
             index=index,
+            alarm=SilenceAlarm(expects_events=not settings.approximate_s),
             direct=settings.policy == "kv_aware" and settings.direct_max_new_tokens > 0,
             slots=settings.slots,
         )
@@ -177,11 +204,18 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
             )
             for priority_class, room in (("interactive", router.room), ("batch", router.batch_room))
         ]
+        router.on_idle = consumers[1].room_changed
+
+        desk = DrainDesk(pipe.bus, pipe.publisher, DrainHeard(name=settings.name, role="router"), stopping)
+        await desk.listen()
 
         async def drain() -> None:
+            started_s = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
                 for consumer in consumers:
                     tasks.create_task(consumer.stop(settings.grace_s))
+            took_s = time.monotonic() - started_s
+            await desk.tell(in_time=took_s < settings.grace_s, moved_requests=0, took_s=took_s)
 
         takeover = Takeover(pipe.bus, pipe.publisher, pipe.endings, pipe.registry, settings.name, router.had_taken)
 
@@ -191,7 +225,8 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
                 for consumer in consumers:
                     tasks.create_task(consumer.run())
 
-        loops = [*pipe.loops(), feed.run(), explainer.run(), takeover.run(), route()]
+        queue_endings = QueueEndings(pipe.bus, router, pipe.endings, pipe.in_flight)
+        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), takeover.run(), route()]
         if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
             loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
         await run_until(stopping, loops, drain)

@@ -26,10 +26,10 @@ def make_engine(kind: str, model: str, served_model_name: str, options: dict[str
 
 def _simulated(served_model_name: str, options: dict[str, Any]) -> Engine:
     from ..consumers.engine_simulated import SimulatedEngine, SimulatedSettings
-    from ..consumers.timing import timing_named
+    from .capacity.profiles import profile_named
 
-    timing = timing_named(str(options.pop("timing", "zero")), float(options.pop("speed", 1.0)))
-    return SimulatedEngine(SimulatedSettings(model=served_model_name, timing=timing, **options))
+    profile = profile_named(str(options.pop("timing", "zero"))).at_speed(float(options.pop("speed", 1.0)))
+    return SimulatedEngine(SimulatedSettings(model=served_model_name, timing=profile.timing, **options))
 
 
 def _vllm(model: str, served_model_name: str, options: dict[str, Any]) -> Engine:

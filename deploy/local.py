@@ -8,7 +8,6 @@ import asyncio
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,18 +15,23 @@ from pathlib import Path
 
 import platformdirs
 
+from ..consumers.scratch import ScratchFolder
 from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
 from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
-from .app import router_settings
+from .app import router_settings, worker_settings
 from .demo_model import fetch
 from .engines import ENGINES
+from .limits import topology_settings_of
+from .local_gateway import LocalGateway, engine_options_for, wait_until_ready
 from .nats_server import NatsServer
 from .options import parse_options
 from .supervisor import Child, Supervisor
 
 CANARY_TIMEOUT_S = 60.0
+AFTER_GRACE_S = 10.0
+"""For what a worker does when the grace of its drain is over: giving the rest to others, and ending its engine."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class LocalSystem:
     broker_arguments: Sequence[str] = ()
     store: Path | None = None
     grace_s: float = 40.0
+    gateway: LocalGateway | None = None
+    worker_arguments: Sequence[str] = ()
+    limit_arguments: Sequence[str] = ()
 
 
 def local_system(
@@ -58,6 +65,9 @@ def local_system(
     broker: BrokerSettings | None,
     report: Callable[[str], None] = lambda _: None,
     router_options: Sequence[str] = (),
+    gateway: LocalGateway | None = None,
+    worker_options: Sequence[str] = (),
+    limits: Sequence[str] = (),
 ) -> LocalSystem:
     """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for what can serve nothing.
 
@@ -71,10 +81,14 @@ def local_system(
     make_policy(policy)
     router_settings("router-1", policy, router_options)
     parse_options(engine_options, "--engine-option")
+    drain_s = worker_settings("any", "prefill", "", worker_options).grace_s + AFTER_GRACE_S
+    topology_settings_of(limits)
     if engine not in ENGINES:
         raise SetupError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
     if engine == "vllm":
         fetch(model, report=report)  # once and in sight, instead of in every worker and in its log
+    if gateway is not None:
+        engine_options = [*engine_options, *engine_options_for(gateway, engine, model, engine_options)]
     arguments = ["--engine", engine, "--model", model, "--served-model-name", served_model_name or model]
     for option in engine_options:
         arguments += ["--engine-option", option]
@@ -89,6 +103,10 @@ def local_system(
         broker=broker,
         broker_arguments=broker_arguments(broker) if broker else (),
         store=store,
+        gateway=gateway,
+        grace_s=drain_s,
+        worker_arguments=[word for option in worker_options for word in ("--worker-option", option)],
+        limit_arguments=[word for option in limits for word in ("--limit", option)],
     )
 
 
@@ -123,23 +141,35 @@ def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
     children = [
         Child(
             "router-1",
-            ["router", "--name", "router-1", "--policy", system.policy, *system.router_arguments, *connection],
+            ["router", "--name", "router-1", "--policy", system.policy, *system.router_arguments, *system.limit_arguments, *connection],
             logs / "router-1.log",
         )
     ]
     for role, count in (("prefill", system.prefill), ("decode", system.decode), ("aggregated", system.aggregated)):
         for number in range(1, count + 1):
             name = f"{role}-{number}"
-            children.append(Child(name, [role, "--name", name, *system.engine_arguments, *connection], logs / f"{name}.log"))
+            own = [*system.engine_arguments, *system.worker_arguments, *system.limit_arguments]
+            children.append(Child(name, [role, "--name", name, *own, *connection], logs / f"{name}.log"))
+    if system.gateway is not None:
+        arguments = system.gateway.arguments(system.model, ready_file(logs))
+        children.append(Child("gateway-1", [*arguments, *connection], logs / "gateway-1.log"))
     return children
+
+
+def ready_file(logs: Path) -> Path:
+    """Where the gateway says that it serves."""
+    return logs / "gateway-1.ready"
 
 
 @asynccontextmanager
 async def locked_store(store: Path | None) -> AsyncGenerator[Path]:
     """The folder of broker data and logs; a temporary one when None. Raises SetupError when another system uses it."""
     if store is None:
-        with tempfile.TemporaryDirectory(prefix="jetwake-") as folder:
-            yield Path(folder)
+        scratch = ScratchFolder("jetwake-")
+        try:
+            yield scratch.path
+        finally:
+            scratch.remove()
         return
     store.mkdir(parents=True, exist_ok=True)
     with (store / "lock").open("w") as lock:
@@ -155,12 +185,13 @@ async def run_local(
 ) -> None:
     """Runs the system until `stopping`. Raises SetupError when a part of it can never start."""
     async with locked_store(system.store) as store, broker_of(system, store) as broker:
+        ready_file(store / "logs").unlink(missing_ok=True)
         children = children_of(system, broker.url, store / "logs")
         supervisor = Supervisor(children, system.grace_s, lambda: on_change(children))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(supervisor.run())
-                ready = tasks.create_task(_say_ready(system, broker, on_ready))
+                ready = tasks.create_task(_say_ready(system, broker, store, on_ready))
                 await stopping.wait()
                 ready.cancel()
                 supervisor.stop()
@@ -186,8 +217,10 @@ async def broker_of(system: LocalSystem, store: Path) -> AsyncGenerator[BrokerSe
             path.unlink(missing_ok=True)
 
 
-async def _say_ready(system: LocalSystem, broker: BrokerSettings, on_ready: Callable[[str], None]) -> None:
+async def _say_ready(system: LocalSystem, broker: BrokerSettings, store: Path, on_ready: Callable[[str], None]) -> None:
     await wait_until_served(broker, system.model)
+    if system.gateway is not None:
+        await wait_until_ready(ready_file(store / "logs"))
     on_ready(broker.url)
 
 

@@ -6,23 +6,20 @@ terminate, wait, kill; the server never outlives this process, however it dies.
 """
 
 import asyncio
-import ctypes
 import os
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from ..consumers.parent_death import dies_with
 from ..schemas.errors import SetupError
 
 _READY = "Server is ready"
 _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 _FATAL = re.compile(r"\[(?:FTL|ERR)\]|^nats-server: ")
-_PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.01
 
@@ -71,7 +68,7 @@ class NatsServer:
         with self.log_file.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 binary, "-c", str(self._config_file), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=dies_with(os.getpid()),
             )  # fmt: skip
         try:
             await self._wait_ready(log_start)
@@ -178,20 +175,3 @@ def _quoted(path: Path) -> str:
 
 def _fatal_lines(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines() if _FATAL.search(line))
-
-
-def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """What to run in the child before exec, so that the kernel kills it when the parent dies (Linux).
-
-    `parent_death` does this for children that run Python. Between fork and exec nothing may be loaded, so it is looked up here.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the order was given
-            os._exit(1)
-
-    return in_child

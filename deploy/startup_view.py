@@ -15,10 +15,12 @@ from .supervisor import Child
 class StartupView:
     """Everything but the word `ready` goes to standard error, so that a script reads standard output for one line."""
 
-    def __init__(self, say_ready: bool = True) -> None:
+    def __init__(self, say_ready: bool = True, api_url: str = "") -> None:
+        """`api_url`: where the OpenAI API will be, if there is one."""
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
         self._say_ready = say_ready
+        self._api_url = api_url
         self._told: dict[str, str] = {}
         self._started_s = time.monotonic()
         self._open = False
@@ -50,7 +52,7 @@ class StartupView:
         self.close()
         self._console.print(f"serving on {url} after {time.monotonic() - self._started_s:.0f} s", highlight=False)
         if self._say_ready:
-            print("ready", file=sys.stdout, flush=True)
+            print(f"ready {self._api_url}".rstrip(), file=sys.stdout, flush=True)
 
     def _table(self, children: Sequence[Child]) -> Table:
         table = Table(title="jetwake is starting (vLLM engines take half a minute)", title_justify="left")

@@ -13,6 +13,7 @@ from ..pipeline.connection import Bus, RawMessage
 from ..pipeline.registry import Registry
 from ..pipeline.settings import BrokerSettings
 from ..pipeline.topology import consumer_counts, stream_counts
+from ..producers.silent_workers import silent_workers
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.errors import Undecodable
@@ -50,6 +51,7 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
                 }
                 for card in cards
             ],
+            "index": {"silent_workers": silent_workers(loads[card.lane] for card in cards if card.lane in loads)},
             "queues": {subject: {"pending": count.pending, "in_progress": count.in_progress} for subject, count in queues.items()},
             "streams": {name: asdict(count) for name, count in (await stream_counts(bus)).items()},
         }
@@ -66,13 +68,21 @@ async def _hear_all(lanes: set[str], loads: dict[str, WorkerLoad], heard: asynci
         return
 
 
+def waits_for(worker: dict[str, Any]) -> str:
+    """What a worker that drains has still in hand. Pure."""
+    if worker["state"] != "draining" or not worker["load"]:
+        return ""
+    load = worker["load"]
+    return f"{load['running_requests']} running, {load['held_handoffs']} to be pulled"
+
+
 def print_status(status: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(status))
         return
     console = Console()
     workers = Table(title="workers", title_justify="left", box=SIMPLE)
-    for heading in ("worker", "role", "state", "model", "running", "blocks", "held", "peers"):
+    for heading in ("worker", "role", "state", "model", "running", "blocks", "held", "peers", "waits for"):
         workers.add_column(heading)
     for worker in status["workers"]:
         load = worker["load"] or {}
@@ -85,6 +95,7 @@ def print_status(status: dict[str, Any], as_json: bool) -> None:
             f"{load.get('used_blocks', '?')}/{worker['capacity']['blocks']}",
             str(load.get("held_blocks", "?")),
             str(len(worker["peers"])),
+            waits_for(worker),
         )
     console.print(workers)
     queues = Table(title="queues", title_justify="left", box=SIMPLE)
@@ -93,3 +104,5 @@ def print_status(status: dict[str, Any], as_json: bool) -> None:
     for subject, count in status["queues"].items():
         queues.add_row(subject, str(count["pending"]), str(count["in_progress"]))
     console.print(queues)
+    for worker, silent_s in status["index"]["silent_workers"].items():
+        console.print(f"index: no events from {worker} for {silent_s:.0f} s")

@@ -1,5 +1,7 @@
 """Child processes that are kept running: started, watched, restarted with backoff, and stopped without leaving anything behind.
 
+A child that ends well, with 0, was drained: a fresh one takes its place at once, so that `jetwake drain` is a rolling restart.
+
 A child that exits with 2 (bad usage: an option, a file or the installation is wrong) is not restarted; that ends the supervisor
 with what the child last wrote.
 """
@@ -33,12 +35,15 @@ class Child:
 
 
 class Supervisor:
-    """`grace_s`: how long children may take to drain before they are killed."""
+    """`grace_s`: how long children may take to drain before they are killed. `longest_pause_s`: before one that keeps ending is started again."""
 
-    def __init__(self, children: Sequence[Child], grace_s: float, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, children: Sequence[Child], grace_s: float, on_change: Callable[[], None] = lambda: None, longest_pause_s: float = 30.0
+    ) -> None:
         self.children = children
         self._grace_s = grace_s
         self._on_change = on_change
+        self._longest_pause_s = longest_pause_s
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -65,7 +70,10 @@ class Supervisor:
                 break
             if code == USAGE_EXIT_CODE:
                 raise SetupError(f"{child.name} cannot start:\n{last_lines(child.log_file)}")
-            pause_s = 0.5 if time.monotonic() - started_s > 60 else min(pause_s * 2, 30.0)
+            if code == 0:
+                self._say(child, "drained, starting afresh")
+                continue
+            pause_s = 0.5 if time.monotonic() - started_s > 60 else min(pause_s * 2, self._longest_pause_s)
             child.restarts += 1
             self._say(child, f"ended with {code}, again in {pause_s:g} s")
             await self._pause(pause_s)

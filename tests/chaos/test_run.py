@@ -1,0 +1,27 @@
+"""A short chaos run as a person starts it: real processes, every kind of fault, and an empty list of violations."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from jetwake.deploy.chaos.plan import KINDS
+
+SEED = 7
+
+
+async def test_a_short_run_with_every_fault_ends_with_a_clean_ledger(tmp_path: Path) -> None:
+    words = ["chaos", "--duration", "25s", "--every", "2", "--seed", str(SEED), "--rate", "5", "--keep", str(tmp_path / "kept"), "--json"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "jetwake.deploy.cli", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    output, errors = await process.communicate()
+    assert process.returncode in (0, 1), errors.decode()
+    result = json.loads(output)
+    ledger = result["ledger"]
+    assert result["clean"] is True, (ledger["violations"], ledger["leftovers"], errors.decode()[-3000:])
+    assert process.returncode == 0
+    assert not (tmp_path / "kept").exists()
+    assert set(result["faults"]) == set(KINDS)
+    assert ledger["accepted"] == ledger["finished"] + ledger["failed"] + ledger["cancelled"] + ledger["expired"] > 60
+    assert ledger["finished"] > ledger["accepted"] / 2
