@@ -1,12 +1,14 @@
 """The models of this broker: what some worker announced once, in the bucket `jw_models`.
 
-Reads and writes `$KV.jw_models.*`. Promises: a card that cannot be read hides no other.
+Reads and writes `$KV.jw_models.*`. Promises: a card that cannot be read hides no other; a model that is kept comes back within
+seconds after the bucket was lost.
 """
 
+import asyncio
 import logging
 
 from ..schemas.codec import decode, encode
-from ..schemas.errors import Undecodable
+from ..schemas.errors import BusError, Undecodable
 from ..schemas.streams import MODELS_BUCKET
 from ..schemas.subjects import model_token
 from ..schemas.workers import ModelCard
@@ -15,6 +17,8 @@ from .jetstream import SUBJECT_HEADER, bucket_stream, is_present, key_subject, l
 from .publish import Publisher
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
 
 
 class ModelCatalogue:
@@ -26,6 +30,17 @@ class ModelCatalogue:
 
     async def put(self, card: ModelCard) -> None:
         await self._publisher.store_bytes(self._subject(card.model), encode(card))
+
+    async def keep(self, card: ModelCard) -> None:
+        """Until cancelled: announces it again when it is gone. One that another worker announced otherwise is left as it is."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self._bus.wait_connected()
+            try:
+                if await self.get(card.model) is None:
+                    await self.put(card)
+            except (BusError, Undecodable) as error:
+                logger.warning("cannot look whether model %s is known: %s", card.model, error)
 
     async def get(self, model: str) -> ModelCard | None:
         message = await last_message(self._bus, bucket_stream(MODELS_BUCKET.name), self._subject(model))

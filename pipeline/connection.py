@@ -157,9 +157,10 @@ class Bus:
         self.check_size(subject, payload, headers)
         await self._send(subject, payload, headers, "")
 
-    async def publish_with_reply(self, subject: str, payload: bytes, reply: str) -> None:
+    async def publish_with_reply(self, subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None = None) -> None:
         """Plain publish that tells where answers go. They arrive at the caller's own subscription."""
-        await self._send(subject, payload, None, reply)
+        self.check_size(subject, payload, headers)
+        await self._send(subject, payload, headers, reply)
 
     async def request(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None, timeout_s: float | None = None

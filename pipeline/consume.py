@@ -46,8 +46,10 @@ class Delivery(Generic[M]):
 
 
 class Consumer(Generic[M]):
-    """`handle` returns or raises; how that settles the message is the table in `settle`. It must count the message into what
-    `room` tells before its first await. `fail` tells the client that its request has failed; it runs before settling.
+    """`kind` is a message class, a union of them, or `bytes` for payloads of another make. `handle` returns or raises; how that settles the message is the table in `settle`. It must count the message into what
+    `room` tells before its first await. `fail` tells the client that its request has failed; it runs before settling. `again`, where
+    there is one, gives what went wrong here to another worker, instead of a second try here. `declare` is what to do when the
+    consumer may be gone; without it, it is declared again.
     """
 
     def __init__(  # the owner's four callbacks and names: what differs between the loops of a router, a prefill and a decode worker
@@ -63,6 +65,8 @@ class Consumer(Generic[M]):
         worker: str,
         max_deliveries: int = 3,
         clock: Clock | None = None,
+        again: Callable[[Delivery[M], JetwakeError], Awaitable[None]] | None = None,
+        declare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.spec = spec
         self._bus = bus
@@ -70,9 +74,10 @@ class Consumer(Generic[M]):
         self._handle = handle
         self._room = room
         self._fail = fail
+        self._again = again
         self._max_deliveries = max_deliveries
         self._settler = Settler(bus, Terminals(bus, publisher, clock or WallClock()), spec, stage, worker)
-        self._pull = StandingPull(bus, spec, self._free, self._take)
+        self._pull = StandingPull(bus, spec, self._free, self._take, declare)
         self._held: dict[tuple[int, int], Held] = {}
         self._unbegun = 0
         self._excused: dict[tuple[int, int], int] = {}
@@ -207,7 +212,7 @@ class Consumer(Generic[M]):
 
     def _delivery(self, held: Held) -> Delivery[M]:
         raw, facts = held.raw, held.facts
-        message: M = decode(raw.data, self._kind)
+        message: Any = raw.data if self._kind is bytes else decode(raw.data, self._kind)
         return Delivery(message, raw.subject, self._counted(held), facts.stored_ns, facts.sequence, raw.headers)
 
     def _counted(self, held: Held) -> int:
@@ -219,13 +224,15 @@ class Consumer(Generic[M]):
         if isinstance(error, Undecodable) and not held.decoded:
             await self._refuse(held, error)
             return
-        verdict = settlement(error, self._counted(held), self._max_deliveries)
+        verdict = settlement(error, self._counted(held), self._max_deliveries, can_move=self._again is not None)
         if error is not None:
             self._log(held, verdict, error)
+            ours = error if isinstance(error, JetwakeError) else JetwakeError(f"internal error: {error!r}")
             if isinstance(error, NOT_NOW):
                 self._excuse(held)
+            if verdict.move and self._again is not None:
+                await self._again(self._delivery(held), ours)
             if verdict.tell_client:
-                ours = error if isinstance(error, JetwakeError) else JetwakeError(f"internal error: {error!r}")
                 await self._fail(self._delivery(held), ours)
             if verdict.dead_letter:
                 await self._settler.bury(held, error)
@@ -264,9 +271,9 @@ class Consumer(Generic[M]):
         self._excused[held.identity] = self._excused.get(held.identity, 0) + 1
 
     def _log(self, held: Held, verdict: Settlement, error: Exception) -> None:
-        usual = isinstance(error, NOT_NOW) or verdict.kind == "ack"
+        usual = isinstance(error, NOT_NOW) or (verdict.kind == "ack" and not verdict.move)
         text = "%s: message %d, delivery %d: %s, because %s"
-        facts = (self.spec.durable, held.facts.sequence, held.facts.deliveries, verdict.kind, error)
+        facts = (self.spec.durable, held.facts.sequence, held.facts.deliveries, "moved" if verdict.move else verdict.kind, error)
         logger.log(logging.INFO if usual else logging.WARNING, text, *facts, exc_info=_unexpected(error))
 
 

@@ -5,7 +5,15 @@ Writes terminals (through `pipeline.terminals`), dead letters, and requests with
 
 from ..schemas import subjects
 from ..schemas.codec import encode
-from ..schemas.errors import DeadlineExceeded, JetwakeError, RequestCancelled, RequestEnded, RequestSuperseded
+from ..schemas.errors import (
+    DeadlineExceeded,
+    HandoffStale,
+    JetwakeError,
+    RequestCancelled,
+    RequestEnded,
+    RequestSuperseded,
+    WorkerLeaving,
+)
 from ..schemas.replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
@@ -13,6 +21,8 @@ from .terminals import Terminals
 
 MAX_FAILURES = 3
 """After so many attempts that ended in a fault, the request itself is taken for the cause."""
+NO_FAULTS = (WorkerLeaving, HandoffStale)
+"""What moves a request to another worker and is not held against it."""
 
 
 class Endings:
@@ -61,30 +71,31 @@ class Endings:
             ),
         )
 
-    async def again(self, request: InferenceRequest, error: JetwakeError, *, is_fault: bool = True) -> None:
+    async def again(self, request: InferenceRequest, error: JetwakeError, *, is_fault: bool | None = None, worker: str = "") -> None:
         """Another attempt, routed and prefilled afresh; after the last one a failed reply and a dead letter.
 
-        The higher attempt fences this one. A request that has ended (only its acknowledgement was lost) is left alone.
-        `is_fault` False: it is only moved, and may be as often as it helps.
+        The higher attempt fences this one: whoever still holds that ends it without a word. A request that has ended (only its
+        acknowledgement was lost) is left alone. `is_fault` False: it is only moved, and may be as often as it helps; None: the error
+        says. `worker`: where the fault was; routers prefer others.
         """
         if await self._terminals.has_ended(request):
             return
-        failures = request.failures + is_fault
-        if failures >= MAX_FAILURES:
-            await self._give_up(request, error)
+        is_fault = not isinstance(error, NO_FAULTS) if is_fault is None else is_fault
+        changes: dict[str, object] = {"failures": request.failures + is_fault}
+        if is_fault and worker and worker not in request.failed_workers:
+            changes["failed_workers"] = [*request.failed_workers, worker]
+        tried = request.model_copy(update=changes)
+        if tried.failures >= MAX_FAILURES:
+            await self._give_up(tried, error)
             return
-        following = request.model_copy(update={"attempt": request.attempt + 1, "failures": failures})
+        following = tried.model_copy(update={"attempt": request.attempt + 1})
         await self._publisher.store(
             subjects.requests(request.model, request.priority_class),
             following,
             message_id=subjects.message_id(request.request_id, "request", following.attempt),
             headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
         )
-
-    async def replace(self, request: InferenceRequest, error: JetwakeError) -> None:
-        """Another attempt elsewhere, because it would be sooner there; whoever holds this one ends it without a word."""
-        await self.again(request, error, is_fault=False)
-        notice = CancelRequest(request_id=request.request_id, below_attempt=request.attempt + 1, reason=str(error))
+        notice = CancelRequest(request_id=request.request_id, below_attempt=following.attempt, reason=str(error))
         await self._publisher.store(
             subjects.cancel(request.request_id),
             notice,
@@ -100,6 +111,7 @@ class Endings:
             payload=encode(request),
             request_id=request.request_id,
             attempts=request.attempt,
+            worker=request.failed_workers[-1] if request.failed_workers else "",
         )
         await self._terminals.dead_letter(letter)
         await self.failed(request, error)

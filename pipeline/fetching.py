@@ -8,7 +8,7 @@ dropped; pulls are issued again after a reconnect, silence, or loss of the consu
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from ..schemas.errors import BusError, NotPermitted
@@ -31,13 +31,23 @@ _STARTING = "it starts"
 
 
 class StandingPull:
-    """`free()`: how many messages may be on their way. `take`: called for each that arrives."""
+    """`free()`: how many messages may be on their way. `take`: called for each that arrives. `declare`: see `Consumer`; what it raises
+    and is no BusError ends `run`.
+    """
 
-    def __init__(self, bus: Bus, spec: ConsumerSpec, free: Callable[[], int], take: Callable[[RawMessage], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        spec: ConsumerSpec,
+        free: Callable[[], int],
+        take: Callable[[RawMessage], None],
+        declare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._bus = bus
         self._spec = spec
         self._free = free
         self._take = take
+        self._declare_own = declare
         self.outstanding = 0
         self._changed = asyncio.Event()
         self._inbox = ""
@@ -95,7 +105,7 @@ class StandingPull:
 
     async def _declare(self) -> None:
         try:
-            await ensure_consumer(self._bus, self._spec)
+            await (self._declare_own() if self._declare_own is not None else ensure_consumer(self._bus, self._spec))
         except NotPermitted:  # then an admin declares it, and a missing one shows in the answer to the pull
             logger.debug("%s: not ours to declare", self._spec.durable)
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from ..schemas.errors import BrokerUnavailable, BusRejected, JetwakeError
@@ -24,6 +25,7 @@ MARKER_REASON_HEADER = "Nats-Marker-Reason"
 STREAM_HEADER = "Nats-Stream"
 SUBJECT_HEADER = "Nats-Subject"
 SEQUENCE_HEADER = "Nats-Sequence"
+TIME_HEADER = "Nats-Time-Stamp"
 PENDING_MESSAGES_HEADER = "Nats-Pending-Messages"
 
 ACK = b"+ACK"
@@ -49,6 +51,20 @@ def bucket_stream(bucket: str) -> str:
 def key_subject(bucket: str, key: str) -> str:
     """`key` may be `>` to mean all."""
     return f"$KV.{bucket}.{key}"
+
+
+def objects_stream(store: str) -> str:
+    return f"OBJ_{store}"
+
+
+def chunk_subject(store: str, upload: str) -> str:
+    """`upload` may be `>` to mean all."""
+    return f"$O.{store}.C.{upload}"
+
+
+def meta_subject(store: str, encoded_name: str) -> str:
+    """`encoded_name` may be `>` to mean all."""
+    return f"$O.{store}.M.{encoded_name}"
 
 
 def is_delivery(message: RawMessage) -> bool:
@@ -123,8 +139,48 @@ async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None
     raise BusRejected(f"reading {subject}: {answer.status} {answer.headers.get('Description', '')}")
 
 
+async def stored_messages(bus: Bus, stream: str, subjects: str, first_sequence: int = 1, since_ns: int = 0) -> list[RawMessage]:
+    """All messages on subjects that match, in order, by batched direct gets. For streams that are small, or one subject.
+
+    `since_ns`: only those stored from this time of the broker on, in place of `first_sequence`.
+    """
+    found: list[RawMessage] = []
+    start: Json = {"start_time": rfc3339(since_ns)} if since_ns > 0 else {"seq": first_sequence}
+    while True:
+        page = await _batch(bus, stream, {"batch": 1000, "next_by_subj": subjects, **start}, subjects)
+        found += page
+        if len(page) < 1000:
+            return found
+        start = {"seq": int(page[-1].headers[SEQUENCE_HEADER]) + 1}
+
+
+def rfc3339(time_ns: int) -> str:
+    """As the broker reads times, to the microsecond below."""
+    seconds, rest_ns = divmod(time_ns, 1_000_000_000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest_ns // 1000:06d}Z"
+
+
+async def stored_page(bus: Bus, stream: str, subjects: str, first_sequence: int, count: int) -> list[RawMessage]:
+    """Up to `count` messages on subjects that match, from this sequence on, by one batched direct get. Fewer: there are no more."""
+    return await _batch(bus, stream, {"batch": count, "next_by_subj": subjects, "seq": first_sequence}, subjects)
+
+
+async def stored_message(bus: Bus, stream: str, sequence: int) -> RawMessage | None:
+    """The message with this sequence, by direct get."""
+    answer = await bus.request(f"$JS.API.DIRECT.GET.{stream}", json.dumps({"seq": sequence}).encode())
+    if is_stored(answer):
+        return answer
+    if answer.status == _NO_MESSAGE:
+        return None
+    raise BusRejected(f"reading {stream} {sequence}: {answer.status} {answer.headers.get('Description', '')}")
+
+
 async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage]:
     """The newest message on each subject that matches (up to 1,000), by one batched direct get."""
+    return await _batch(bus, stream, {"multi_last": [subjects], "batch": 1000}, subjects)
+
+
+async def _batch(bus: Bus, stream: str, question: Json, subjects: str) -> list[RawMessage]:
     inbox = bus.new_inbox()
     done: asyncio.Future[RawMessage] = asyncio.get_running_loop().create_future()
     found: list[RawMessage] = []
@@ -137,9 +193,8 @@ async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage
 
     subscription = await bus.subscribe(inbox, collect)
     try:
-        body = json.dumps({"multi_last": [subjects], "batch": 1000}).encode()
         async with asyncio.timeout(bus.settings.request_timeout_s):
-            await bus.publish_with_reply(f"$JS.API.DIRECT.GET.{stream}", body, inbox)
+            await bus.publish_with_reply(f"$JS.API.DIRECT.GET.{stream}", json.dumps(question).encode(), inbox)
             end = await done
     except TimeoutError as error:
         raise BrokerUnavailable(f"no complete answer for {subjects} in {stream}") from error

@@ -60,14 +60,18 @@ class Publisher:
         message_id: str = "",
         headers: Mapping[str, str] | None = None,
         first_only: bool = False,
+        after_sequence: int = 0,
         ttl_s: int | None = None,
     ) -> Stored:
-        """As `store`, for bytes. Without a message id a resent message may be stored twice: for last-value subjects only."""
+        """As `store`, for bytes. Without a message id a resent message may be stored twice: for last-value subjects only.
+
+        `after_sequence`: as `first_only`, where the message with this sequence must be the subject's last.
+        """
         all_headers = dict(headers or {})
         if message_id:
             all_headers[MESSAGE_ID_HEADER] = message_id
-        if first_only:
-            all_headers[EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER] = "0"
+        if first_only or after_sequence:
+            all_headers[EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER] = str(after_sequence)
         if ttl_s is not None:
             all_headers[TTL_HEADER] = str(ttl_s)
         return await self._store(subject, payload, all_headers)

@@ -145,10 +145,12 @@ class Registry:
             if worker not in heard and is_present(message):
                 found.add(worker)
                 self._learn(worker, message.data, int(message.headers.get(SEQUENCE_HEADER, "0")))
-        if asyncio.get_running_loop().time() >= self._hold_until:
+        now = asyncio.get_running_loop().time()
+        if now >= self._hold_until:
             for worker in set(self._known) - found - heard:
-                logger.info("worker %s is gone: its card has expired", worker)
-                del self._known[worker]
+                if now - self._known[worker].heard > CARD_TTL_S:  # else the bucket itself was lost, and its owner renews it
+                    logger.info("worker %s is gone: its card has expired", worker)
+                    del self._known[worker]
         self._show()
 
     def _receive(self, message: RawMessage) -> None:

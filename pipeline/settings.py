@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..schemas import streams
-from ..schemas.streams import BucketSpec, StreamSpec
+from ..schemas.streams import BucketSpec, ObjectsSpec, StreamSpec
 
 
 class BrokerSettings(BaseModel):
@@ -46,9 +46,16 @@ class TopologySettings(BaseModel):
     max_handoffs: int = Field(default=50_000, ge=1)
     handoffs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     replies_max_bytes: int = Field(default=256 << 20, ge=1 << 20, description="memory; the server's own use is about three times this")
+    answers_max_bytes: int = Field(default=128 << 20, ge=1 << 20, description="memory; the tokens so far of what runs or ended lately")
     results_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     results_max_age_s: float = Field(default=86_400, gt=0)
     dead_max_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    max_openai_jobs: int = Field(default=100_000, ge=1, description="durable jobs that wait or run")
+    openai_jobs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    openai_results_max_bytes: int = Field(default=1 << 30, ge=1 << 20, description="results of durable jobs, kept for a day")
+    events_max_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    batch_lines_max_bytes: int = Field(default=8 << 30, ge=1 << 20, description="results of batches that are not complete yet")
+    files_max_bytes: int = Field(default=16 << 30, ge=1 << 20, description="uploaded files and the results of batches")
 
     def streams(self) -> tuple[StreamSpec, ...]:
         sized = (
@@ -56,11 +63,19 @@ class TopologySettings(BaseModel):
             replace(streams.PREFILL, max_messages_per_subject=self.max_jobs_per_worker),
             replace(streams.HANDOFF, max_messages=self.max_handoffs, max_bytes=self.handoffs_max_bytes),
             replace(streams.REPLIES, max_bytes=self.replies_max_bytes),
+            replace(streams.ANSWERS, max_bytes=self.answers_max_bytes),
+            replace(streams.OPENAI_JOBS, max_messages=self.max_openai_jobs, max_bytes=self.openai_jobs_max_bytes),
+            replace(streams.OPENAI_RESULTS, max_bytes=self.openai_results_max_bytes),
+            replace(streams.EVENTS, max_bytes=self.events_max_bytes),
             replace(streams.RESULTS, max_bytes=self.results_max_bytes, max_age_s=self.results_max_age_s),
             replace(streams.DEAD, max_bytes=self.dead_max_bytes),
+            replace(streams.BATCH_LINES, max_bytes=self.batch_lines_max_bytes),
         )
         named = {spec.name: spec for spec in sized}
         return tuple(replace(named.get(spec.name, spec), replicas=self.replicas) for spec in streams.STREAMS)
 
     def buckets(self) -> tuple[BucketSpec, ...]:
         return tuple(replace(bucket, replicas=self.replicas) for bucket in streams.BUCKETS)
+
+    def objects(self) -> tuple[ObjectsSpec, ...]:
+        return tuple(replace(store, max_bytes=self.files_max_bytes, replicas=self.replicas) for store in streams.OBJECTS)

@@ -5,13 +5,16 @@ second time; nothing is ever deleted here but a consumer by its name; what canno
 storage) is an error in the broker's own words.
 """
 
+import base64
 from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.errors import BusRejected, StreamMissing
-from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, StreamSpec
+from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
+from ..schemas.subjects import MESSAGE_ID_HEADER
+from .clock import timestamp_ns
 from .connection import Bus
-from .jetstream import Json, api, bucket_stream, key_subject
+from .jetstream import Json, api, bucket_stream, chunk_subject, key_subject, meta_subject, objects_stream
 from .settings import TopologySettings
 
 _NS = 1_000_000_000
@@ -44,6 +47,22 @@ async def ensure_topology(bus: Bus, settings: TopologySettings) -> list[str]:
     return done
 
 
+async def restore_missing(bus: Bus, settings: TopologySettings) -> list[str]:
+    """Creates the streams that are not there, with their shared consumers; a line for each. One question when none is missing.
+
+    What is there is left as it is: another process may declare it otherwise.
+    """
+    there = set(await _stream_names(bus))
+    missing = [config for config in _declared_streams(settings) if config["name"] not in there]
+    for config in missing:
+        await api(bus, f"STREAM.CREATE.{config['name']}", config)
+    names = [config["name"] for config in missing]
+    for spec in ROUTER_CONSUMERS:
+        if spec.stream in names:
+            await ensure_consumer(bus, spec)
+    return [f"stream {name}" for name in names]
+
+
 async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
     """A line for each thing that is not as declared. Changes nothing."""
     lines: list[str] = []
@@ -73,13 +92,50 @@ async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
     return True
 
 
-async def delete_message(bus: Bus, stream: str, sequence: int) -> bool:
-    """Takes one message out of a stream, whoever holds it. False when it was not there (any more)."""
+async def delete_message(bus: Bus, stream: str, sequence: int, message_id: str = "") -> bool:
+    """Takes one message out of a stream, whoever holds it. False when it was not there (any more).
+
+    `message_id`: only if that is its id. A stream that was lost and made anew counts from 1 again.
+    """
     try:
+        if message_id:
+            there = (await api(bus, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))["message"]
+            headers = base64.b64decode(str(there.get("hdrs", ""))).decode(errors="replace")
+            if f"{MESSAGE_ID_HEADER}: {message_id}\r\n" not in headers:
+                return False
         await api(bus, f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except BusRejected:
         return False
     return True
+
+
+async def purge(bus: Bus, stream: str, subjects: str) -> int:
+    """Takes all messages on the subjects that match out of a stream; how many there were. Raises BusError."""
+    return int((await api(bus, f"STREAM.PURGE.{stream}", {"filter": subjects})).get("purged", 0))
+
+
+async def durables(bus: Bus, stream: str) -> list[str]:
+    """The names of a stream's consumers; a stream that is not there has none."""
+    return [str(consumer["name"]) for consumer in await _consumers(bus, stream)]
+
+
+async def consumer_count(bus: Bus, spec: ConsumerSpec) -> QueueCount | None:
+    """None when that consumer, or its stream, is not there."""
+    info = await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+    return None if info is None else QueueCount(int(info.get("num_pending", 0)), int(info.get("num_ack_pending", 0)))
+
+
+async def stream_created_ns(bus: Bus, stream: str) -> int | None:
+    """By the broker's clock. None when it is not there. One that is younger than its users was lost and made anew."""
+    info = await _info(bus, f"STREAM.INFO.{stream}")
+    return None if info is None else timestamp_ns(str(info["created"]))
+
+
+async def queue_progress(bus: Bus, stream: str) -> tuple[int, int]:
+    """Of a work queue: messages in it, and messages that ever left it. Raises BusError."""
+    state = (await api(bus, f"STREAM.INFO.{stream}"))["state"]
+    messages = int(state["messages"])
+    return messages, int(state["last_seq"]) - messages
 
 
 async def consumer_counts(bus: Bus) -> dict[str, QueueCount]:
@@ -115,6 +171,16 @@ async def stream_counts(bus: Bus) -> dict[str, StreamCount]:
             counts[str(info["config"]["name"])] = StreamCount(int(state["messages"]), int(state["bytes"]))
         if not streams or len(counts) >= int(page.get("total", 0)):
             return counts
+
+
+async def _stream_names(bus: Bus) -> list[str]:
+    names: list[str] = []
+    while True:
+        page = await api(bus, "STREAM.NAMES", {"offset": len(names)})
+        found: list[str] = page.get("streams") or []
+        names += found
+        if not found or len(names) >= int(page.get("total", 0)):
+            return names
 
 
 async def _consumers(bus: Bus, stream: str) -> list[Json]:
@@ -164,7 +230,11 @@ def _same(there: Any, declared: Any) -> bool:
 
 
 def _declared_streams(settings: TopologySettings) -> list[Json]:
-    return [_stream_config(spec) for spec in settings.streams()] + [_bucket_config(spec) for spec in settings.buckets()]
+    return [
+        *(_stream_config(spec) for spec in settings.streams()),
+        *(_bucket_config(spec) for spec in settings.buckets()),
+        *(_objects_config(spec) for spec in settings.objects()),
+    ]
 
 
 def _stream_config(spec: StreamSpec) -> Json:
@@ -206,6 +276,23 @@ def _bucket_config(spec: BucketSpec) -> Json:
     if spec.marker_ttl_s:
         config["subject_delete_marker_ttl"] = round(spec.marker_ttl_s * _NS)
     return config
+
+
+def _objects_config(spec: ObjectsSpec) -> Json:
+    """What every NATS client makes of an object store, with expiry of single objects."""
+    return {
+        "name": objects_stream(spec.name),
+        "subjects": [chunk_subject(spec.name, ">"), meta_subject(spec.name, ">")],
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_bytes": spec.max_bytes,
+        "duplicate_window": 120 * _NS,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "allow_msg_ttl": True,
+        "num_replicas": spec.replicas,
+    }
 
 
 def _consumer_config(spec: ConsumerSpec) -> Json:

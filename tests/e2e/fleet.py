@@ -1,6 +1,7 @@
 """A whole Jetwake in this process: real broker, real NIXL between simulated engines, the same composition as the commands run."""
 
 import asyncio
+import importlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,31 +13,50 @@ from jetwake.deploy.worker import run_worker
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.producers.client import Client
 
+importlib.import_module("nixl")  # seconds on a busy machine, in which nothing else in this process would get a turn
+
 MODEL = "sim"
 
 
 class Fleet:
-    def __init__(self, broker: BrokerSettings) -> None:
+    def __init__(self, broker: BrokerSettings, limits: TopologySettings | None = None) -> None:
         self.broker = broker
+        self.limits = limits or TopologySettings()
         self.engines: dict[str, SimulatedEngine] = {}
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start_router(self, name: str = "router-1", policy: str = "least_loaded", **options: Any) -> None:
+    def start_router(self, name: str = "router-1", policy: str = "least_loaded", url: str | None = None, **options: Any) -> None:
+        """`url`: its own way to the broker."""
         stop = self._stops[name] = asyncio.Event()
         settings = RouterSettings(name=name, policy=policy, **options)
-        self._tasks[name] = asyncio.create_task(run_router(settings, self.broker, TopologySettings(), stop))
+        self._tasks[name] = asyncio.create_task(run_router(settings, self._broker(url), self.limits, stop))
 
-    def start_worker(self, role: Any, name: str, worker_options: dict[str, Any] | None = None, **engine_options: Any) -> None:
+    def start_worker(
+        self, role: Any, name: str, worker_options: dict[str, Any] | None = None, url: str | None = None, **engine_options: Any
+    ) -> None:
+        """`url`: its own way to the broker."""
         stop = self._stops[name] = asyncio.Event()
         engine = self.engines[name] = SimulatedEngine(SimulatedSettings(**{"model": MODEL, **engine_options}))
         settings = WorkerSettings(name=name, role=role, **(worker_options or {}))
-        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self.broker, TopologySettings(), stop))
+        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self._broker(url), self.limits, stop))
+
+    def _broker(self, url: str | None) -> BrokerSettings:
+        return self.broker if url is None else BrokerSettings(url=url)
 
     async def stop(self, name: str) -> None:
         """Drain it and wait for its end. Raises what ended it otherwise."""
         self._stops.pop(name).set()
         await self._tasks.pop(name)
+
+    async def ended(self, name: str) -> None:
+        """Waits for the end of one that ends by itself. Raises what ended it."""
+        self._stops.pop(name)
+        await self._tasks.pop(name)
+
+    def forget(self, name: str) -> None:
+        """The engine of one that has ended."""
+        del self.engines[name]
 
     async def kill(self, name: str) -> None:
         """End it without a drain, as near to a crash as one process allows."""
@@ -58,8 +78,18 @@ class Fleet:
         await self.kill(name)
 
     async def kill_all(self) -> None:
-        for name in list(self._tasks):
-            await self.kill(name)
+        """End all without a drain. What had ended some of them before is told by `check`, which a test that goes well comes by."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        self._stops.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def names(self) -> set[str]:
+        """Of what runs."""
+        return set(self._tasks)
 
     def check(self) -> None:
         """Raises what ended a part of the fleet that should still run."""
@@ -76,15 +106,17 @@ async def fleet_of(
     aggregated: int = 0,
     policy: str = "least_loaded",
     router: dict[str, Any] | None = None,
+    worker: dict[str, Any] | None = None,
+    limits: TopologySettings | None = None,
     **engine_options: Any,
 ) -> AsyncGenerator[tuple[Fleet, Client]]:
     """Yields when a request was served."""
     model = engine_options.get("model", MODEL)
-    fleet = Fleet(BrokerSettings(url=url))
+    fleet = Fleet(BrokerSettings(url=url), limits)
     fleet.start_router(policy=policy, **(router or {}))
     for role, count in (("prefill", prefill), ("decode", decode), ("aggregated", aggregated)):
         for number in range(1, count + 1):
-            fleet.start_worker(role, f"{role}-{number}", **engine_options)
+            fleet.start_worker(role, f"{role}-{number}", worker, **engine_options)
     try:
         async with asyncio.timeout(30):
             await wait_until_served(fleet.broker, model)

@@ -171,7 +171,8 @@ async def test_short_prompts_may_skip_the_prefill_worker_and_long_ones_do_not(ow
 async def test_what_waits_behind_others_is_taken_back_when_a_worker_comes_to_idle(own_server: NatsServer) -> None:
     """All jobs are queued on the only worker there is; a second one comes, and gets work that was not meant for it."""
     options = {"slots": 1, "timing": PolynomialTiming((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))}  # a millisecond for each token
-    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", **options) as (fleet, client):
+    keep_none = {"hold_s": 0.0}
+    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", router=keep_none, **options) as (fleet, client):
         for _ in range(3):
             await ask(client, prefix_of(9, 20))  # the router learns what a prefill takes
         waiting = [asyncio.create_task(ask(client, prefix_of(number, 800))) for number in range(8)]

@@ -180,7 +180,7 @@ async def caller(pair: Pair, bus: Bus, unique: str) -> Caller:
         ([1] * 40_000, {}, "prompt_too_long", "32768"),
         ([1], {"model": "nobody"}, "unknown_model", "nobody"),
         ([999_999], {}, "invalid_request", "vocabulary"),
-        ([1, 2], {"sampling": Sampling(max_tokens=4, stop=["x"])}, "engine_refused", "stop"),
+        ([1, 2], {"sampling": Sampling(max_tokens=4, bad_words=["x"])}, "engine_refused", "bad_words"),
     ],
 )
 async def test_a_request_by_hand_that_is_wrong_gets_a_failed_reply(

@@ -72,18 +72,36 @@ def test_any_journey_gives_exactly_the_terminals_tokens(journey: tuple[list[Toke
         offset += len(reply.tokens) // 4
 
 
-@given(journeys(), st.integers(0, 40))
-def test_a_reader_that_resumes_gets_the_rest(journey: tuple[list[TokenChunk | Finished], list[int]], start: int) -> None:
-    sent, tokens = journey
-    merge = ReplyMerge(start_tokens=start)
-    assert seen([reply for message in sent for reply in merge.feed(message)]) == tokens[start:]
-
-
 def test_chunks_of_a_lower_attempt_are_dropped() -> None:
     merge = ReplyMerge()
     assert seen(merge.feed(chunk(0, 1, 2, attempt=2))) == [1, 2]
     assert merge.feed(chunk(2, 9, attempt=1)) == []
     assert seen(merge.feed(chunk(2, 3, attempt=2))) == [3]
+
+
+def test_a_fence_silences_what_came_before_it_and_gives_nothing() -> None:
+    merge = ReplyMerge()
+    assert seen(merge.feed(chunk(0, 1, 2))) == [1, 2]
+    assert merge.feed(chunk(0, attempt=2)) == []
+    assert merge.feed(chunk(2, 3)) == []
+    assert merge.feed(chunk(0, 1, 2, attempt=2)) == []
+    assert seen(merge.feed(chunk(2, 4, attempt=2))) == [4]
+    assert seen(merge.feed(finished(1, 2, 4, 5, attempt=2))) == [5]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6), st.lists(st.integers(0, 2), max_size=4)), max_size=12), st.data())
+def test_whatever_contradicts_what_was_given_ends_as_an_error(pieces: list[tuple[int, int, list[int]]], data: st.DataObject) -> None:
+    """Attempts that draw as they like, fences or none: what a reader saw is part of a finished answer, or it is told of a failure."""
+    merge, given_out = ReplyMerge(), list[TokenChunk | AnyTerminal]()
+    for attempt, offset, tokens in pieces:
+        given_out += merge.feed(chunk(offset, *tokens, attempt=attempt))
+    end = data.draw(st.lists(st.integers(0, 2), max_size=10))
+    given_out += merge.feed(finished(*end, attempt=3))
+    last = given_out[-1]
+    assert not any(isinstance(reply, Finished | Failed) for reply in given_out[:-1])
+    assert isinstance(last, Failed) if seen(given_out) != end else isinstance(last, Finished)
+    assert not isinstance(last, Failed) or last.code == "answer_diverged"
+    assert merge.feed(finished(*end, attempt=3)) == []
 
 
 def test_what_waits_is_bounded() -> None:
@@ -138,7 +156,8 @@ async def test_a_lost_terminal_is_looked_up(bus: Bus, publisher: Publisher, uniq
     end = finished(1, 2)
     subject = subjects.result(asked.model, asked.gateway, asked.request_id)
     await publisher.store(subject, end, message_id=f"{unique}:x", first_only=True)  # stored, but its live copy never comes
-    assert await read_all(stream) == [chunk(0, 1, 2), end]
+    *chunks, last = await read_all(stream)
+    assert (seen(chunks), last) == ([1, 2], end)
 
 
 async def test_a_terminal_sent_while_we_were_away_is_found_after_the_reconnect(own_server: NatsServer, unique: str) -> None:

@@ -12,6 +12,7 @@ from jetwake.schemas import errors
 from jetwake.schemas.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
+    EngineDead,
     EngineRefused,
     HandoffRefused,
     InvalidRequest,
@@ -21,6 +22,7 @@ from jetwake.schemas.errors import (
     RequestCancelled,
     StreamFull,
     StreamMissing,
+    WorkerLeaving,
 )
 
 
@@ -48,6 +50,17 @@ from jetwake.schemas.errors import (
 def test_the_table(error: BaseException | None, deliveries: int, kind: str, tell_client: bool, dead_letter: bool) -> None:
     verdict = settlement(error, deliveries, 3)
     assert (verdict.kind, verdict.tell_client, verdict.dead_letter) == (kind, tell_client, dead_letter)
+
+
+@pytest.mark.parametrize("error", [PullFailed("x"), EngineDead("x"), WorkerLeaving("x"), KeyError("x")])
+def test_what_can_be_moved_is_not_tried_again_here(error: Exception) -> None:
+    assert settlement(error, 1, 3, can_move=True) == Settlement("ack", move=True)
+    assert settlement(error, 9, 3, can_move=True) == Settlement("ack", move=True)
+
+
+@pytest.mark.parametrize("error", [None, RequestCancelled("x"), NoWorker("x"), BrokerUnavailable("x"), EngineRefused("x")])
+def test_what_moving_does_not_help_is_settled_as_ever(error: Exception | None) -> None:
+    assert settlement(error, 1, 3, can_move=True) == settlement(error, 1, 3)
 
 
 def test_shutting_down_hands_back_at_once() -> None:

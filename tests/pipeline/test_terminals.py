@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
@@ -11,6 +13,7 @@ from jetwake.pipeline.replies import ReplyInbox
 from jetwake.pipeline.terminals import ReplyTarget, Terminals, shrinking
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
+from jetwake.schemas.errors import RequestSuperseded
 from jetwake.schemas.replies import Cancelled, DeadLetter, Failed, Finished, PositionLogprobs
 from jetwake.schemas.streams import DEAD
 from jetwake.schemas.tokens import pack_tokens
@@ -59,6 +62,41 @@ async def test_an_answer_too_large_for_any_message_becomes_a_failure(bus: Bus, p
     end = await ReplyInbox(bus, unique).lookup("tiny", unique, "r1")
     assert isinstance(end, Failed)
     assert end.code == "payload_too_large"
+
+
+async def test_a_fence_decides_who_may_end_a_request(bus: Bus, publisher: Publisher, unique: str) -> None:
+    first, second, third = (request(gateway=unique).model_copy(update={"attempt": attempt}) for attempt in (1, 2, 3))
+    terminals = Terminals(bus, publisher, WallClock())
+    assert await terminals.fence(second) == 1
+    assert not await terminals.end(first, finished())
+    assert await terminals.has_ended(first)
+    assert not await terminals.has_ended(second)
+    with pytest.raises(RequestSuperseded):
+        await Terminals(bus, publisher, WallClock()).fence(second)
+    assert await terminals.fence(third) == 2
+    assert not await terminals.end(second, finished())
+    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "r1") is None
+    assert await terminals.end(third, finished())
+    with pytest.raises(RequestSuperseded):
+        await terminals.fence(third.model_copy(update={"attempt": 4}))
+    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "r1") is not None
+
+
+async def test_a_fence_and_an_end_at_the_same_time(bus: Bus, publisher: Publisher, unique: str) -> None:
+    """Either the earlier attempt ended the request, or the later one may: never both, never neither."""
+    for number in range(50):
+        first = request(f"r{number}", unique)
+        second = first.model_copy(update={"attempt": 2})
+        writers = [Terminals(bus, publisher, WallClock()) for _ in range(2)]
+        ended, fenced = await asyncio.gather(writers[0].end(first, finished()), writers[1].fence(second), return_exceptions=True)
+        assert (ended is True) == isinstance(fenced, RequestSuperseded)
+        assert await writers[1].end(second, finished()) == (ended is False)
+
+
+async def test_whoever_cannot_read_a_request_may_end_it_whatever_its_attempt(bus: Bus, publisher: Publisher, unique: str) -> None:
+    terminals = Terminals(bus, publisher, WallClock())
+    await terminals.fence(request(gateway=unique).model_copy(update={"attempt": 2}))
+    assert await terminals.end(ReplyTarget("tiny", unique, "r1"), finished())
 
 
 def test_shrinking_keeps_who_it_was() -> None:

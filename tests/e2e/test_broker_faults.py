@@ -1,0 +1,304 @@
+"""The broker's own faults, on a real one: restarts, a lost store, what an operator deletes, full streams, partitions, slow readers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import fleet_of
+
+from jetwake.consumers.simulated_settings import SimulatedSettings
+from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
+from jetwake.deploy.chaos.expected import simulated_answer
+from jetwake.deploy.chaos.links import Link
+from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.catalogue import ModelCatalogue
+from jetwake.pipeline.connection import Bus, RawMessage
+from jetwake.pipeline.jetstream import api
+from jetwake.pipeline.publish import Publisher
+from jetwake.pipeline.registry import Registry
+from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.pipeline.topology import delete_consumer, drift, durables, ensure_topology, stream_counts
+from jetwake.producers import takeover
+from jetwake.producers.client import Answer, Client
+from jetwake.schemas import subjects
+from jetwake.schemas.codec import decode
+from jetwake.schemas.errors import BusError, DeadlineExceeded, JetwakeError, Overloaded, RequestCancelled
+from jetwake.schemas.replies import Reply, TokenChunk
+from jetwake.schemas.requests import Sampling
+from jetwake.schemas.streams import BUCKETS, STREAMS
+from jetwake.schemas.workers import WorkerCard
+
+MODEL = "sim"
+LIMITS = SimulatedSettings(model=MODEL).limits()
+PATIENCE_S = 90.0
+ANSWER = {"max_tokens": 60, "temperature": 0.0}
+IN_MEMORY = [spec.name for spec in STREAMS if spec.storage == "memory"] + ["KV_jw_workers"]
+
+
+def prompt_of(number: int, length: int = 40) -> list[int]:
+    return [number % 30_000, *(token % 250 for token in range(length - 1))]
+
+
+async def ask(client: Client, number: int, **options: Any) -> Answer:
+    return await client.generate(prompt_of(number), **{"model": MODEL, **ANSWER, **options})
+
+
+async def answered_right(client: Client, number: int) -> None:
+    """One request through everything there is, with the right answer."""
+    async with asyncio.timeout(PATIENCE_S):
+        answer = await ask(client, number)
+    assert answer.token_ids == simulated_answer(LIMITS, prompt_of(number), Sampling(**ANSWER))
+
+
+async def all_right(waiting: list[asyncio.Task[Answer]]) -> None:
+    """Every answer came, and is the right one. `waiting` are those of numbers 0, 1, 2, ..."""
+    async with asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(*waiting)
+    for number, answer in enumerate(answers):
+        assert answer.token_ids == simulated_answer(LIMITS, prompt_of(number), Sampling(**ANSWER)), number
+
+
+def many(client: Client, count: int = 30) -> list[asyncio.Task[Answer]]:
+    return [asyncio.create_task(ask(client, number)) for number in range(count)]
+
+
+@asynccontextmanager
+async def operator(url: str) -> AsyncGenerator[Bus]:
+    async with Bus.connect(BrokerSettings(url=url), "operator") as bus:
+        yield bus
+
+
+async def is_whole(bus: Bus) -> None:
+    """Returns when every stream, shared consumer and bucket is as declared, and the model is known."""
+    catalogue = ModelCatalogue(bus, Publisher(bus))
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                if not await drift(bus, TopologySettings()) and await catalogue.get(MODEL) is not None:
+                    return
+            except BusError:
+                await bus.wait_connected()
+            await asyncio.sleep(0.05)
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+async def test_a_broker_that_restarts_under_load_loses_nothing(own_server: NatsServer, how: str) -> None:
+    """Its store is kept; what it had in memory (replies, cancels, worker cards) is gone, and made again without any restart of ours."""
+    async with fleet_of(own_server.url, prefill=1, decode=1, slots=8, timing=SLOW) as (_, client), operator(own_server.url) as bus:
+        waiting = many(client)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await (own_server.kill() if how == "kill" else own_server.stop())
+        await own_server.start()
+        await all_right(waiting)
+        await is_whole(bus)
+        await answered_right(client, 1000)
+
+
+async def test_after_a_restart_a_cancel_still_reaches_whoever_generates(own_server: NatsServer) -> None:
+    async with fleet_of(own_server.url, prefill=1, decode=1, timing=SLOW) as (fleet, client), operator(own_server.url) as bus:
+        submitted = await client.submit(prompt_of(1), max_tokens=20_000)
+        pieces = aiter(submitted)
+        await anext(pieces)
+        await own_server.restart()
+        await is_whole(bus)
+        await submitted.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(RequestCancelled):
+                await submitted.answer()
+            for engine in fleet.engines.values():
+                await engine.drain()
+
+
+async def test_after_the_loss_of_its_store_the_broker_is_made_whole_and_serves(own_server: NatsServer) -> None:
+    """What waited in it is gone, and ends for its client by the deadline at the latest; everything later is served."""
+    async with fleet_of(own_server.url, prefill=1, decode=1, slots=2, timing=SLOW) as (_, client), operator(own_server.url) as bus:
+        waiting = [asyncio.create_task(ask(client, number, timeout_s=6.0)) for number in range(30)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await own_server.restart(empty_store=True)
+        await is_whole(bus)
+        async with Client.connect(own_server.url) as newcomer:
+            await answered_right(newcomer, 1000)
+        async with asyncio.timeout(PATIENCE_S):
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(outcome, Answer | DeadlineExceeded) for outcome in outcomes), outcomes
+
+
+# -- what an operator deletes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [spec.name for spec in STREAMS] + [f"KV_{bucket.name}" for bucket in BUCKETS])
+async def test_a_deleted_stream_comes_back_and_work_goes_on(own_server: NatsServer, stream: str) -> None:
+    async with fleet_of(own_server.url, prefill=1, decode=1) as (_, client), operator(own_server.url) as bus:
+        await api(bus, f"STREAM.DELETE.{stream}")
+        await is_whole(bus)
+        await answered_right(client, 1)
+
+
+@pytest.mark.parametrize("stream", IN_MEMORY)
+async def test_deleting_what_holds_no_accepted_work_costs_no_request(own_server: NatsServer, stream: str) -> None:
+    async with fleet_of(own_server.url, prefill=1, decode=1, slots=8, timing=SLOW) as (_, client), operator(own_server.url) as bus:
+        waiting = many(client)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await api(bus, f"STREAM.DELETE.{stream}")
+        await all_right(waiting)
+
+
+async def test_deleted_consumers_come_back_and_no_request_is_lost(own_server: NatsServer) -> None:
+    """All of them, while messages wait in all of the queues and are held by their consumers."""
+    async with fleet_of(own_server.url, prefill=1, decode=1, slots=2, timing=SLOW) as (fleet, client), operator(own_server.url) as bus:
+        waiting = many(client)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for stream in ("JW_HANDOFF", "JW_PREFILL", "JW_REQUESTS"):
+            for durable in (await api(bus, f"CONSUMER.NAMES.{stream}"))["consumers"]:
+                assert await delete_consumer(bus, stream, durable)
+        await all_right(waiting)
+        await fleet.kill_all()  # blocks handed off by the incarnations that ended keep their lease for a while: a drain would wait
+
+
+async def test_a_dead_worker_leaves_no_consumer_behind(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "EMPTY_LANE_AFTER_S", 1.0)
+    async with fleet_of(own_server.url, aggregated=2) as (fleet, client), operator(own_server.url) as bus:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(before := await durables(bus, "JW_PREFILL")) < 2:
+                await asyncio.sleep(0.01)
+            await fleet.kill("aggregated-2")
+            while len(left := await durables(bus, "JW_PREFILL")) > 1:
+                await asyncio.sleep(0.05)
+        assert set(left) < set(before)
+        await answered_right(client, 1)
+
+
+# -- full, cut off, slow ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_request_stream_refuses_and_what_it_took_is_answered(own_server: NatsServer) -> None:
+    async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client), operator(own_server.url) as bus:
+        await fleet.stop("router-1")
+        await ensure_topology(bus, TopologySettings(max_requests=10))
+        waiting = many(client)
+        async with asyncio.timeout(PATIENCE_S):
+            refused = [task for task in waiting if await failed(task, Overloaded)] if await full(bus, "JW_REQUESTS", 10) else []
+        fleet.start_router("router-2")
+        async with asyncio.timeout(PATIENCE_S):
+            answers = await asyncio.gather(*(task for task in waiting if task not in refused))
+        assert (len(refused), len(answers)) == (20, 10)
+        assert all(len(answer.token_ids) == ANSWER["max_tokens"] for answer in answers)
+
+
+async def test_with_tiny_queues_everything_accepted_is_answered(own_server: NatsServer) -> None:
+    async with fleet_of(own_server.url, prefill=2, decode=1, slots=4) as (_, client), operator(own_server.url) as bus:
+        await ensure_topology(bus, TopologySettings(max_jobs_per_worker=1, max_handoffs=1))
+        await all_right(many(client, 12))
+
+
+@pytest.mark.parametrize(("role", "manner"), [("prefill", "silent"), ("decode", "cut"), ("decode", "silent")])
+async def test_what_a_partitioned_worker_had_is_answered_once_and_its_late_words_do_no_harm(
+    own_server: NatsServer, role: str, manner: str
+) -> None:
+    """The partition lasts until others have answered everything; then it heals, and the worker comes back with its old work in hand."""
+    options = {"slots": 4, "timing": SLOW}
+    async with (
+        Link("partition", own_server.port) as link,
+        fleet_of(own_server.url, prefill=1, decode=1, **options) as (fleet, client),
+        operator(own_server.url) as bus,
+    ):
+        fleet.start_worker(role, "cut-off", url=link.url, **options)
+        registry = Registry(bus)
+        await registry.start()
+        running = asyncio.create_task(registry.run())
+        await registry.wait_for(lambda workers: "cut-off" in workers and all_greeted(workers), PATIENCE_S)
+        terminals: list[str] = []
+        await bus.subscribe(subjects.replies_of(client.name), lambda raw: terminals.extend(terminal_id(raw)))
+        waiting = many(client, 40)
+        async with asyncio.timeout(PATIENCE_S):
+            while fleet.engines["cut-off"].stats().running_requests < 2:
+                await asyncio.sleep(0.005)
+        link.cut() if manner == "cut" else link.silence()
+        await all_right(waiting)
+        link.heal()
+        await registry.wait_for(lambda workers: "cut-off" in workers, PATIENCE_S)
+        await answered_right(client, 1000)
+        async with asyncio.timeout(PATIENCE_S):
+            while fleet.engines["cut-off"].stats().running_requests:
+                await asyncio.sleep(0.05)
+        assert sorted(terminals) == sorted(set(terminals))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_router_that_loses_the_broker_amid_a_takeover_goes_on(own_server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """A hundred jobs wait for a worker that died; the router that moves them is cut off when it has begun to."""
+    async with (
+        Link("router", own_server.port) as link,
+        fleet_of(own_server.url, aggregated=1, slots=1, timing=SLOW) as (fleet, client),
+        operator(own_server.url) as bus,
+    ):
+        submitted = [await client.submit(prompt_of(number), **ANSWER) for number in range(100)]
+        await fleet.stop("router-1")
+        fleet.start_router("router-2", url=link.url)
+        await fleet.kill("aggregated-1")
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(name.startswith("takeover-") for name in await durables(bus, "JW_PREFILL")):
+                await asyncio.sleep(0.005)
+            link.silence()
+            while "cannot look for queues of dead workers now" not in caplog.text:
+                await asyncio.sleep(0.05)
+                fleet.check()
+        link.heal()
+        fleet.start_worker("aggregated", "aggregated-2")
+        async with asyncio.timeout(PATIENCE_S):
+            answers = [await each.answer() for each in submitted]
+        assert all(len(answer.token_ids) == ANSWER["max_tokens"] for answer in answers)
+
+
+async def test_a_reader_that_the_broker_cut_off_for_being_slow_hears_everything(tmp_path: Path) -> None:
+    """Behind a silent link nothing is read; the broker's patience with such a reader is 100 ms, or 1 MB."""
+    settings = f'write_deadline: "100ms"\nmax_pending: {1 << 20}'
+    async with NatsServer(tmp_path / "nats", sync_always=False, max_payload_bytes=1 << 20, extra_config=settings) as server:
+        async with Bus.connect(BrokerSettings(url=server.url), "topology") as bus:
+            await ensure_topology(bus, TopologySettings())
+        async with (
+            fleet_of(server.url, prefill=1, decode=1, timing=SLOW),
+            Link("slow", server.port, receive_bytes=1 << 14) as link,
+            Client.connect(link.url) as reader,
+        ):
+            options = {"model": MODEL, "max_tokens": 400, "temperature": 0.0, "logprobs": 20}
+            await answered_right(reader, 1000)
+            submitted = [await reader.submit(prompt_of(number), **options) for number in range(16)]
+            link.silence()
+            async with asyncio.timeout(PATIENCE_S):
+                while "Slow Consumer" not in await asyncio.to_thread(server.log_file.read_text):
+                    await asyncio.sleep(0.05)
+            link.heal()
+            async with asyncio.timeout(PATIENCE_S):
+                answers = await asyncio.gather(*(each.answer() for each in submitted))
+            assert all(len(answer.token_ids) == len(answer.logprobs) == 400 for answer in answers)
+
+
+async def full(bus: Bus, stream: str, messages: int) -> bool:
+    """Returns when it has so many."""
+    while (await stream_counts(bus))[stream].messages < messages:
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def failed(task: asyncio.Task[Answer], error: type[JetwakeError]) -> bool:
+    """Whether the submission was refused. One that was taken waits."""
+    done, _ = await asyncio.wait([task], timeout=0.2)
+    return bool(done) and isinstance(task.exception(), error)
+
+
+def terminal_id(raw: RawMessage) -> list[str]:
+    reply: Any = decode(raw.data, Reply)  # type: ignore[arg-type]
+    return [] if isinstance(reply, TokenChunk) else [reply.request_id]
+
+
+def all_greeted(workers: Mapping[str, WorkerCard]) -> bool:
+    prefill = {card.lane for card in workers.values() if card.role == "prefill"}
+    return all(prefill <= set(card.peers) for card in workers.values() if card.role == "decode")
