@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ..schemas.blocks import block_count
-from ..schemas.errors import HandoffRefused
+from ..schemas.errors import EngineRefused
 from ..schemas.requests import InferenceRequest
 
 
@@ -43,9 +43,9 @@ class BlockLedger:
 
     @asynccontextmanager
     async def reserve(self, need_blocks: int) -> AsyncGenerator[None]:
-        """Holds `need_blocks` blocks. Raises HandoffRefused for what can never fit."""
+        """Holds `need_blocks` blocks. Raises EngineRefused for what can never fit."""
         if need_blocks > self._capacity_blocks:
-            raise HandoffRefused(f"needs {need_blocks} KV blocks, this worker has {self._capacity_blocks}")
+            raise EngineRefused(f"needs {need_blocks} KV blocks, this worker has {self._capacity_blocks}")
         self._recent_needs.append(need_blocks)
         async with self._freed:
             self._waiting += 1

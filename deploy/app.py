@@ -78,10 +78,10 @@ class RouterSettings(BaseModel):
     load_weight: float = Field(default=1.0, ge=0.0)
     temperature_s: float = Field(default=0.0, ge=0.0)
     session_affinity_s: float = Field(default=0.0, ge=0.0)
-    decode_weight_s: float = Field(default=KvAwareKnobs.decode_weight_s, ge=0.0)
+    decode_weight: float = Field(default=KvAwareKnobs.decode_weight, ge=0.0)
     room_wait_s: float = Field(default=KvAwareKnobs.room_wait_s, ge=0.0)
     hold_s: float = Field(default=KvAwareKnobs.hold_s, ge=0.0)
-    lead_s: float = Field(default=KvAwareKnobs.lead_s, ge=0.0)
+    lead: float = Field(default=KvAwareKnobs.lead, ge=0.0)
     approximate_s: float = Field(
         default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
     )
@@ -95,10 +95,10 @@ class RouterSettings(BaseModel):
             temperature_s=self.temperature_s,
             session_affinity_s=self.session_affinity_s,
             direct_max_new_tokens=self.direct_max_new_tokens,
-            decode_weight_s=self.decode_weight_s,
+            decode_weight=self.decode_weight,
             room_wait_s=self.room_wait_s,
             hold_s=self.hold_s,
-            lead_s=self.lead_s,
+            lead=self.lead,
         )
 
 

@@ -14,7 +14,7 @@ from ..pipeline.publish import Publisher
 from ..producers.batches.desk import BatchDesk
 from ..producers.batches.runner import BatchRunner
 from ..producers.batches.settings import BatchSettings
-from ..producers.gateway.front import App, Headers
+from ..producers.gateway.front import Front, Headers
 from ..schemas.codec import first_complaint
 from ..schemas.errors import SetupError
 from .options import parse_options
@@ -46,7 +46,7 @@ class GatewayBatches:
 
         return list(routes(self._desk, retry_after_s))
 
-    def start(self, app: App, names: Sequence[str], headers: Headers) -> None:
+    def start(self, app: Front, names: Sequence[str], headers: Headers) -> None:
         """`names`: of the models served here. `headers`: what a call of the application from inside must carry."""
         from ..producers.gateway.batch_lines import asking_for, body_check
         from ..producers.gateway.body_models import refused_body
@@ -62,6 +62,7 @@ class GatewayBatches:
             ask_for=asking_for(app, self._bus, self._publisher, self._model, headers),
             scratch=scratch_folder,
             settings=self._settings,
+            others=lambda: app.open_of_others,
         )
 
     async def run(self) -> None:

@@ -43,13 +43,13 @@ class Candidate:
     load: int = field(init=False)
     prefill_base_s: float = field(init=False)
     prefill_per_token_s: float = field(init=False)
-    used_fraction: float = field(init=False)
+    used_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill_base_s = self.timing.base_s
         self.prefill_per_token_s = self.timing.per_token_s
         self.load = self.queued_requests + self.running_requests
-        self.used_fraction = 1.0 - self.free_blocks / self.capacity_blocks if self.capacity_blocks else 0.0
+        self.used_blocks = self.capacity_blocks - self.free_blocks
 
     def work_s(self, now_s: float) -> float:
         """Expected seconds until what is queued and running there is prefilled."""

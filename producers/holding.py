@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from .fleet import Candidate
 from .policies import Decision, KvAware, Query
 
-SHORTEST_FIRST_FROM = 1.6
+SHORTEST_FIRST_FROM = 2.0
 AGING = 1.0
 
 

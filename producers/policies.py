@@ -117,9 +117,10 @@ class KvAwareKnobs:
     worker without a handoff, where the prefill there, with its cost to the `interference_weight` of the answers running there,
     is less than the way over a prefill worker with its handoff of `handoff_s`.
 
-    `decode_weight_s`: seconds that a KV cache in full use counts where decoding goes on, because every step there takes longer.
+    `decode_weight`: what a token in the KV cache counts where decoding goes on, in prompt tokens to compute: it makes every step longer.
     `room_wait_s`: seconds until a whole KV cache in use has been given back, for requests that find no room. `hold_s`: the longest that
-    the router keeps a request for want of a free worker (0: not at all); `lead_s`: how long before a worker is free the next is sent.
+    the router keeps a request for want of a free worker (0: not at all). `lead`: how long before a worker is free the next is sent, in
+    times that its shortest prefill takes.
     """
 
     overlap_weight: float = 1.0
@@ -129,10 +130,10 @@ class KvAwareKnobs:
     direct_max_new_tokens: int = 0
     handoff_s: float = 0.03
     interference_weight: float = 0.5
-    decode_weight_s: float = 1.5
-    room_wait_s: float = 5.0
+    decode_weight: float = 0.07
+    room_wait_s: float = 15.0
     hold_s: float = 2.0
-    lead_s: float = 0.015
+    lead: float = 1.0
 
 
 class KvAware:
@@ -160,7 +161,7 @@ class KvAware:
         """
         free_s = now_s + candidate.work_s(now_s)
         if candidate.queued_requests + candidate.running_prefills <= 1:
-            free_s -= self.knobs.lead_s
+            free_s -= self.knobs.lead * candidate.prefill_base_s
         saved_s = candidate.prefill_base_s * waiting_per_worker
         return free_s - saved_s if candidate.prefill_s(query) <= 2 * candidate.prefill_base_s + saved_s else free_s
 
@@ -187,7 +188,7 @@ class KvAware:
             elif candidate.role == "prefill":
                 expected_s += handoff_s
             else:
-                expected_s += knobs.decode_weight_s * candidate.used_fraction
+                expected_s += knobs.decode_weight * candidate.prefill_per_token_s * candidate.used_blocks * query.block_size_tokens
             scores[lane] = expected_s
         return scores
 

@@ -152,8 +152,8 @@ class LocalLineLog:
                 line = self._line_of(raw)
                 if line is None:
                     raise SetupError(f"{path}, line {number}, is no result of this batch: give another file, or take that one away")
-                body = line[1].get("response", {}).get("body", {})
-                found.append(Known(line[0], succeeded, (body.get("usage") if isinstance(body, dict) else None) or {}))
+                body: dict[str, Any] = (line[1].get("response") or {}).get("body") or {}
+                found.append(Known(line[0], succeeded, body.get("usage") or {}))
         return found
 
     def _begins_like_ours(self, torn: bytes) -> bool:

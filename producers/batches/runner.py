@@ -5,6 +5,7 @@ within seconds. Promises: every batch ends; one that changes hands goes on where
 lines that run to whoever comes next.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +20,7 @@ from ...schemas.batches import ENDED, BatchJob, BatchRecord
 from ...schemas.errors import JetwakeError
 from ...schemas.streams import batch_consumer
 from ...schemas.subjects import model_token
+from .crowding import make_way
 from .files import FileStore
 from .lines import BodyCheck, Line, LineFile
 from .one_batch import OneBatch
@@ -45,7 +47,10 @@ AskFor = Callable[[BatchRecord, LineFile], AbstractAsyncContextManager[Asking]]
 
 
 class BatchRunner:
-    """`model`: whose batches are run; `knows`: whether it, or another of its names, is meant. `scratch` makes a folder for one input file."""
+    """`model`: whose batches are run; `knows`: whether it, or another of its names, is meant. `scratch` makes a folder for one input file.
+
+    `others`: open requests of this process that are not of batches, which these make way for.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class BatchRunner:
         ask_for: AskFor,
         scratch: Callable[[], AbstractAsyncContextManager[Path]],
         settings: BatchSettings,
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
         self._bus = bus
         self._publisher = publisher
@@ -72,6 +78,7 @@ class BatchRunner:
         self._scratch = scratch
         self._settings = settings
         self._window = Window(settings.lines_at_once)
+        self._others = others
         self._running = 0
         self._consumer: Consumer[BatchJob] = Consumer(
             bus,
@@ -89,7 +96,11 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Until `stop`."""
-        await self._consumer.run()
+        making_way = asyncio.create_task(make_way(self._window, self._others))
+        try:
+            await self._consumer.run()
+        finally:
+            making_way.cancel()
 
     async def stop(self) -> None:
         """Batches in hand go back, at once; their lines run on."""

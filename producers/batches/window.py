@@ -1,6 +1,6 @@
 """How many lines of batches one process has on the way: as many as are taken, and no more than it may.
 
-It begins small and doubles while nothing is refused; a refusal halves it, and it grows slowly from there. Lines that wait in the queue
+It begins small and doubles while nothing is refused; a refusal (or being in the way of others) halves it, and it grows slowly from there. Lines that wait in the queue
 of the batch class hurt nobody, but each costs a little here.
 """
 

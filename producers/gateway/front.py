@@ -51,6 +51,7 @@ class Front:
         self._settings = settings
         self._metrics = metrics
         self._routes = routes
+        self.open_of_others = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,10 +63,13 @@ class Front:
         route = scope["path"] if scope["path"] in self._routes else "other"
         started_s = asyncio.get_running_loop().time()
         self._metrics.open.inc()
+        is_of_others = not exchange.admitted
+        self.open_of_others += is_of_others
         try:
             await self._answer(scope, receive, response)
         finally:
             response.close()
+            self.open_of_others -= is_of_others
             self._metrics.open.dec()
             self._metrics.ended(route, response.status, asyncio.get_running_loop().time() - started_s)
 

@@ -16,7 +16,7 @@ from . import application
 from .admin import Admin
 from .engine import BusEngine
 from .exposure import refuse_open
-from .front import App, Front, Headers
+from .front import Front, Headers
 from .gate import Gate
 from .metrics import GatewayMetrics
 from .settings import GatewaySettings
@@ -45,7 +45,7 @@ class GatewayServer:
         self._metrics = GatewayMetrics()
         self._servers: list[tuple[_Server, socket.socket]] = []
         self._engine: BusEngine | None = None
-        self.app: App | None = None
+        self.app: Front | None = None
         self.names: tuple[str, ...] = ()
         self.own_headers: Headers = []
         self.url = ""

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jetwake.consumers.block_ledger import BlockLedger
-from jetwake.schemas.errors import HandoffRefused
+from jetwake.schemas.errors import EngineRefused
 
 
 async def test_room_shrinks_by_what_is_promised_and_comes_back() -> None:
@@ -45,7 +45,7 @@ async def test_a_waiting_one_that_is_cancelled_leaves_nothing_behind() -> None:
 
 
 async def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
-    with pytest.raises(HandoffRefused, match=r"11.*10"):
+    with pytest.raises(EngineRefused, match=r"11.*10"):
         await _hold(BlockLedger(10), 11)
 
 

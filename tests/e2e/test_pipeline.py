@@ -15,7 +15,15 @@ from jetwake.pipeline.topology import consumer_counts
 from jetwake.producers.client import Answer, Client
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode, encode
-from jetwake.schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, PromptTooLong, RequestCancelled, UnknownModel
+from jetwake.schemas.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PayloadTooLarge,
+    PromptTooLong,
+    RequestCancelled,
+    RequestFailed,
+    UnknownModel,
+)
 from jetwake.schemas.replies import DeadLetter, Failed, Reply
 from jetwake.schemas.requests import InferenceRequest, Sampling
 from jetwake.schemas.tokens import pack_tokens
@@ -261,3 +269,12 @@ async def test_a_cancelled_handoff_that_nobody_claims_frees_its_blocks_and_ends(
         for each in busy:
             await each.cancel()
         await idle(fleet)
+
+
+@pytest.mark.parametrize("workers", [{"aggregated": 2}, {"prefill": 1, "decode": 2}])
+async def test_what_fits_no_worker_fails_at_once_with_both_numbers(nats_server: NatsServer, unique: str, workers: dict[str, int]) -> None:
+    """It is not moved from worker to worker: none of them has the room."""
+    async with fleet_of(nats_server.url, model=unique, num_blocks=100, **workers) as (_, client):
+        with pytest.raises(RequestFailed, match=r"132.*100") as failure:
+            await client.generate(prompt_of(9, 95 * 16), max_tokens=37 * 16)
+        assert failure.value.reply_code == "engine_refused"

@@ -143,7 +143,8 @@ def expected_s(candidate: Candidate, query: Query, knobs: KvAwareKnobs, now_s: f
     if candidate.role == "prefill" and knobs.direct_max_new_tokens:
         total_s += knobs.handoff_s
     if candidate.role == "aggregated":
-        total_s += knobs.decode_weight_s * (1 - candidate.free_blocks / candidate.capacity_blocks)
+        used_tokens = (candidate.capacity_blocks - candidate.free_blocks) * query.block_size_tokens
+        total_s += knobs.decode_weight * used_tokens * candidate.timing.per_token_s
     return total_s
 
 
