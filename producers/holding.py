@@ -4,8 +4,8 @@ A job behind another prefill on a busy engine gains nothing by being there, and 
 same steps, so that a short one takes as long as the long one beside it. So while all workers that would suit a request are busy, the
 router keeps it, and decides when one is about to be free: then it knows more, too. Pure.
 
-Who loses most when others choose before it chooses first: those with a long cached prefix somewhere, then long prompts. But when more
-wait than `SHORTEST_FIRST_FROM` for each worker, the shortest go first, less what they have waited. Nobody is kept for longer than
+Who loses most when others choose before it chooses first: those with a long cached prefix somewhere, then long prompts. But when there are more
+than `SHORTEST_FIRST_FROM` unfinished prompts for each worker, the shortest go first, less what they have waited already. Nobody is kept for longer than
 `KvAwareKnobs.hold_s`; small prompts are sent together as soon as that saves more time than it costs.
 """
 
@@ -17,7 +17,6 @@ from .fleet import Candidate
 from .policies import Decision, KvAware, Query
 
 SHORTEST_FIRST_FROM = 2.0
-AGING = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +63,7 @@ def _in_order(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[
         times_s = [candidate.prefill_s(one.query) for candidate in candidates]
         least_s = min(times_s)
         if shortest_first:
-            one.order = (least_s - AGING * (now_s - one.since_s), one.since_s)
+            one.order = (least_s - (now_s - one.since_s), one.since_s)
         else:
             one.order = (least_s - max(times_s), -least_s)
     return iter(sorted(waiting, key=lambda one: one.order))

@@ -130,10 +130,10 @@ class KvAwareKnobs:
     direct_max_new_tokens: int = 0
     handoff_s: float = 0.03
     interference_weight: float = 0.5
-    decode_weight: float = 0.07
+    decode_weight: float = 0.1
     room_wait_s: float = 15.0
     hold_s: float = 2.0
-    lead: float = 1.0
+    lead: float = 1.5
 
 
 class KvAware:

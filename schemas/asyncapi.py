@@ -72,7 +72,9 @@ def _channels() -> list[Channel]:
         Channel(
             "results-out", f"{subjects.RESULTS_OUT}{{name}}", "send", "Results of jobs that named such a subject; kept.", ("openai_result",)
         ),
-        Channel("events", _address(subjects.event("{model}", "{outcome}")), "send", "A request has ended. Kept for a day.", ("request_ended",)),
+        Channel(
+            "events", _address(subjects.event("{model}", "{outcome}")), "send", "A request has ended. Kept for a day.", ("request_ended",)
+        ),
         Channel(
             "cancel",
             subjects.cancel("{request}"),
@@ -140,7 +142,11 @@ def text() -> str:
 
 
 def _channel(address: str | None, says: str, messages: tuple[str, ...]) -> Json:
-    made: Json = {"address": address, "description": says, "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in messages}}
+    made: Json = {
+        "address": address,
+        "description": says,
+        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in messages},
+    }
     parameters = {name: {"description": says} for name, says in _PARAMETERS.items() if address and f"{{{name}}}" in address}
     if parameters:
         made["parameters"] = parameters
@@ -149,7 +155,10 @@ def _channel(address: str | None, says: str, messages: tuple[str, ...]) -> Json:
 
 def _headers(**fields: str) -> Json:
     """`fields`: what each header says; underscores stand for hyphens."""
-    return {"type": "object", "properties": {name.replace("_", "-"): {"type": "string", "description": says} for name, says in fields.items()}}
+    return {
+        "type": "object",
+        "properties": {name.replace("_", "-"): {"type": "string", "description": says} for name, says in fields.items()},
+    }
 
 
 def _json_messages() -> Json:
@@ -162,6 +171,7 @@ def _json_messages() -> Json:
     told: dict[str, str] = {
         subjects.STATUS_HEADER.replace("-", "_"): "the HTTP status",
         subjects.REQUEST_HEADER.replace("-", "_"): "the request's id, for jw.cancel.<id>",
+        subjects.END_HEADER.replace("-", "_"): "with the last message of an answer: done or error",
         "Content_Type": "application/json",
         "Retry_After": "seconds, with status 429 and 503",
     }
@@ -175,9 +185,9 @@ def _json_messages() -> Json:
             _headers(**told, **{subjects.EVENT_HEADER.replace("-", "_"): "the event's name, where the API gives events names"}),
         ),
         "openai_stream_end": _message(
-            "The last message of a stream, without a payload.",
+            "The last message of a stream that ended well, without a payload.",
             {"type": "null"},
-            _headers(**{subjects.END_HEADER.replace("-", "_"): "done, or error after an event that says which"}),
+            _headers(**{subjects.END_HEADER.replace("-", "_"): "done"}),
         ),
         "openai_job": _message(
             "The JSON body of an API request, without `stream`.",

@@ -32,11 +32,12 @@ async function* aStream() {
   const events = nc.subscribe(inbox);
   nc.publish("jw.openai.chat.completions", chat({ stream: true }), { reply: inbox, headers: ownHeaders() });
   for await (const message of events) {
+    if (message.data.length > 0) { // else the end marker, or a sign of life
+      const event = message.json();
+      if (event.error) throw new Error(event.error.message);
+      for (const choice of event.choices) if (choice.delta.content) yield choice.delta.content;
+    }
     if (message.headers?.has("Jw-End")) break; // the last message
-    if (message.data.length === 0) continue; // a sign of life
-    const event = message.json();
-    if (event.error) throw new Error(event.error.message);
-    for (const choice of event.choices) if (choice.delta.content) yield choice.delta.content;
   }
 }
 

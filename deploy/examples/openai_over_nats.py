@@ -33,15 +33,14 @@ async def a_stream(nc: Client, model: str, question: str, headers: dict[str, str
     while True:
         message = await events.next_msg(timeout=60)
         said = message.headers or {}
+        if message.data:  # else the end marker, or a sign of life
+            event = json.loads(message.data)
+            if "error" in event:
+                raise SystemExit(f"failed: {event['error']['message']}")
+            for choice in event["choices"]:
+                print(choice["delta"].get("content") or "", end="", flush=True)
         if "Jw-End" in said:  # the last message
             break
-        if not message.data:  # a sign of life
-            continue
-        event = json.loads(message.data)
-        if "error" in event:
-            raise SystemExit(f"failed: {event['error']['message']}")
-        for choice in event["choices"]:
-            print(choice["delta"].get("content") or "", end="", flush=True)
     print()
     await events.unsubscribe()
 

@@ -1,7 +1,7 @@
 """The OpenAI API on subjects: a request arrives as JSON with a reply subject, and is served by the same application as over HTTP.
 
 Reads `jw.openai.<endpoint>` as one of the queue group of all gateways, and `jw.openai-of.<model>.<endpoint>`, where others pass on
-what is for the models served here. Writes to reply subjects: one message, or one for each event of a stream and an end marker.
+what is for the models served here. Writes to reply subjects: one message, or one for each event of a stream. The last one says so.
 Promises: every request that is taken gets an answer, also while this gateway stops; a request that is cancelled on
 `jw.cancel.<id>` ends here and at the workers. Whether a reader is still there cannot be known: deadlines bound what that costs.
 """
@@ -153,7 +153,8 @@ class _Reply:
         self._ended = False
 
     async def document(self, head: Head, body: bytes) -> None:
-        await self._send(body, reply_headers(head))
+        self._ended = True
+        await self._send(body, reply_headers(head) | {subjects.END_HEADER: "done" if head.status < 400 else "error"})
 
     async def event(self, head: Head, event: StreamEvent) -> None:
         if event.data == END_OF_STREAM:
@@ -165,9 +166,10 @@ class _Reply:
         if event.kind:
             headers[subjects.EVENT_HEADER] = event.kind
         self._begun = True
-        await self._send(event.data.encode(), headers)
         if event.kind == "error":
-            await self.end("error")
+            self._ended = True
+            headers[subjects.END_HEADER] = "error"
+        await self._send(event.data.encode(), headers)
 
     async def end(self, how: str = "done") -> None:
         if not self._ended:
@@ -185,9 +187,8 @@ class _Reply:
             headers[subjects.REQUEST_HEADER] = self.request_id
         if self._begun:
             headers[subjects.EVENT_HEADER] = "error"
-        await self._send(failure.body(self._shape), headers)
-        if self._begun:
-            await self.end("error")
+        self._ended = True
+        await self._send(failure.body(self._shape), headers | {subjects.END_HEADER: "error"})
 
     async def _send(self, payload: bytes, headers: Mapping[str, str]) -> None:
         try:

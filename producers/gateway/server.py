@@ -24,6 +24,8 @@ from .submission import Submitter
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 2048
+
 
 class _Server(uvicorn.Server):
     """Signals belong to whoever runs the gateway."""
@@ -121,6 +123,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # from now on connections wait, instead of being refused until the server runs
     except OSError as error:
         raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another port (0: any free one)") from error
     return listening

@@ -135,9 +135,7 @@ async def test_allowed_tokens_are_obeyed(pair: Pair) -> None:
     assert set(answer.tokens) <= {5, 6}
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])]
-)
+@pytest.mark.parametrize("sampling", [Sampling(structured_output=StructuredOutput(kind="json")), Sampling(bad_words=["x"])])
 async def test_what_needs_text_is_refused(pair: Pair, sampling: Sampling) -> None:
     with pytest.raises(EngineRefused, match="no tokenizer"):
         await pair.prefill.prefill(leg(pair.prompt(20), sampling))
