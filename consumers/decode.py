@@ -1,8 +1,8 @@
 """The decode worker's loop: claim a handoff when it fits, pull its KV cache, stream the tokens, end the request.
 
-Reads `jw.handoff.<pool>`; writes token chunks, one terminal, or the request again with a higher attempt. Promises: a KV reference
-is pulled at most once (a second delivery, a stale or a failed one leads to a fresh prefill), and its blocks are released
-whenever they are not pulled.
+Reads `jw.handoff.<pool>`; writes a claim (`jw.claims.<request>.<attempt>`), token chunks, one terminal, or the request again with a
+higher attempt. Promises: a KV reference is pulled at most once (a second delivery, a stale or a failed one leads to a fresh prefill),
+and its blocks are released whenever they are not pulled.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
 from ..schemas import subjects
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded
+from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded, SequenceConflict
 from ..schemas.prefill import ReleaseKv
 from ..schemas.workers import WorkerCard
 from .answer import Answer
@@ -77,6 +77,7 @@ class DecodeConsumer:
                     need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
                     async with self._ledger.reserve(need_blocks):
                         self._check_kept(handoff)  # again: waiting for room takes time
+                        await self._claim(handoff)
                         self._continuing.begin(request, "decode")
                         await self._generate(handoff, answer)
                 await self._terminals.end(
@@ -118,6 +119,17 @@ class DecodeConsumer:
             raise HandoffStale(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
         if owner.compatibility != self._card.compatibility:
             raise HandoffRefused(f"prefill worker {handoff.prefill_worker} is not compatible with {self._card.worker}")
+
+    async def _claim(self, handoff: KvHandoff) -> None:
+        """Of all who ever get this handoff, one. A queue that was made anew counts deliveries from one again. Raises HandoffRefused."""
+        request = handoff.request
+        message_id = subjects.message_id(request.request_id, f"claim-{self._card.lane}", request.attempt)
+        try:
+            await self._publisher.store_bytes(
+                subjects.claim(request.request_id, request.attempt), self._card.lane.encode(), message_id=message_id, first_only=True
+            )
+        except SequenceConflict as error:
+            raise HandoffRefused("this handoff was claimed before: its blocks may be pulled or reused already") from error
 
     def _check_kept(self, handoff: KvHandoff) -> None:
         if self._clock.now_ns() >= handoff.hold_until_ns - HOLD_MARGIN_NS:

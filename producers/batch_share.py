@@ -2,10 +2,10 @@
 
 A prefill that runs cannot be taken back, so what an interactive request may find before it is bounded here: on a worker that has
 nothing to prefill, one batch prompt, or as many as are prefilled in `AHEAD_S`. Nor may batch take the last slots of the decode
-workers: prefill stops when nobody pulls.
+workers: prefill stops when nobody pulls. While interactive requests come, the last idle prefill worker is left to them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from ..schemas.workers import WorkerCard, WorkerLoad
 from .fleet import Candidate
@@ -13,13 +13,16 @@ from .fleet import Candidate
 AHEAD_S = 0.02
 IDLE_S = 0.002
 """Estimates of a prefill that is all but done are no better."""
+LATELY_S = 10.0
+"""For so long after an interactive request others are expected."""
 DECODE_RESERVE = 8
 """One in so many decode slots stays free of batch."""
 
 
-def startable(workers: Iterable[Candidate], now_s: float) -> int:
-    """On workers that can start a request."""
-    return sum(_on(worker, now_s) for worker in workers)
+def startable(workers: Sequence[Candidate], now_s: float, *, leave_one: bool = False) -> int:
+    """On workers that can start a request. `leave_one`: where there are several, one that has nothing to prefill is left alone."""
+    counts = [_on(worker, now_s) for worker in workers]
+    return sum(counts) - max(counts) if leave_one and len(counts) > 1 else sum(counts)
 
 
 def _on(worker: Candidate, now_s: float) -> int:

@@ -30,7 +30,7 @@ from ..schemas.requests import InferenceRequest
 from ..schemas.routing import ConsideredLane, Explanation, Routed
 from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
-from .batch_share import IDLE_S, decode_has_room, startable
+from .batch_share import IDLE_S, LATELY_S, decode_has_room, startable
 from .fleet import Candidate, Fleet
 from .holding import Waiting, plan
 from .lane_ledger import Booking, LaneLedger
@@ -117,6 +117,7 @@ class Router:
         self._fleet = Fleet(self._ledger)
         self._slots = slots
         self._in_hand = self._batch_in_hand = self._interactive_since_batch = 0
+        self._interactive_s = float("-inf")
         self._session_lanes: OrderedDict[str, str] = OrderedDict()
         self._last_fetched: OrderedDict[str, int] = OrderedDict()
         self._full_until_s: dict[str, float] = {}
@@ -144,7 +145,9 @@ class Router:
         due = self._interactive_since_batch // INTERACTIVE_PER_BATCH
         now = 0
         if decode_has_room(self._registry.workers, self._fleet.loads):
-            now = sum(startable(choice, time.monotonic()) for choice in self.fleets().values())
+            now_s = time.monotonic()
+            lately = now_s - self._interactive_s < LATELY_S
+            now = sum(startable(choice, now_s, leave_one=lately) for choice in self.fleets().values())
         return min(self._slots - self._slots // 8 - self._in_hand, max(now - self._batch_in_hand, due))
 
     def _holds(self) -> bool:
@@ -160,6 +163,8 @@ class Router:
         self._in_hand += 1
         self._batch_in_hand += is_batch
         self._interactive_since_batch = 0 if is_batch else self._interactive_since_batch + 1
+        if not is_batch:
+            self._interactive_s = time.monotonic()
         try:
             self._in_flight.check(request, "routing")
             card = await self._model_card(request.model)

@@ -53,6 +53,10 @@ def answer(gateway: str, request_id: str, attempt: int) -> str:
     return f"jw.answers.{gateway}.{request_id}.{attempt}"
 
 
+def claim(request_id: str, attempt: int) -> str:
+    return f"jw.claims.{request_id}.{attempt}"
+
+
 def answers_of(gateway: str, request_id: str) -> str:
     """`gateway` may be `*`: whoever waits for it."""
     return f"jw.answers.{gateway}.{request_id}.*"

@@ -91,7 +91,7 @@ class _Replay:
     def _make_workers(self, step_by_step: bool) -> list[ReplayWorker]:
         settings = self._settings
         pools: list[tuple[Role, int]] = [("aggregated", settings.aggregated), ("prefill", settings.prefill), ("decode", settings.decode)]
-        names = [(f"{role}-{place}", role, place) for role, count in pools for place in range(count)]
+        names: list[tuple[str, Role, int]] = [(f"{role}-{place}", role, place) for role, count in pools for place in range(count)]
         return [ReplayWorker(name, role, place, settings, self, self._gaps, step_by_step) for name, role, place in names]
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -128,6 +128,7 @@ class _Replay:
             record.end_s = now_s
             return
         self._router.receive(number, request.input_tokens, hashes, request.session, now_s)
+        self._sampler.kept(self._router.kept, now_s)
         self._follow_router(now_s)
 
     def _follow_router(self, now_s: float) -> None:
@@ -148,6 +149,7 @@ class _Replay:
             hashes = self._hashes[number]
             worker.queue(Job(number, request.input_tokens, output_tokens, hashes, expected_new_tokens=routing.new_tokens), now_s)
             self._follow(worker, now_s)
+        self._sampler.kept(self._router.kept, now_s)
         self._follow_router(now_s)
 
     def _too_long(self, number: int) -> str:
@@ -288,7 +290,7 @@ class _Replay:
             configuration=self._settings.described(),
             trace_name=self._trace.name,
             requests=self._records,
-            series=self._sampler.series(self._now_s),
+            series=self._sampler.series,
             token_gaps=self._gaps,
             queue_depth=self._sampler.queue_depth(self._now_s),
             preemptions=sum(worker.engine.preemptions for worker in self._workers),

@@ -51,6 +51,11 @@ class ReplayRouter:
         self.due_s = math.inf
         self._sequences = dict.fromkeys(self._worker_of, 0)
 
+    @property
+    def kept(self) -> int:
+        """Requests that wait in the router."""
+        return len(self._requests)
+
     def receive(self, number: int, prompt_tokens: int, hashes: Sequence[int], session: str, now_s: float) -> None:
         self._requests[number] = _Request(number, prompt_tokens, hashes, session, now_s)
         self.due_s = min(self.due_s, now_s)

@@ -9,6 +9,7 @@ from .replay_worker import ReplayWorker
 
 SAMPLES = 360
 LEAST_INTERVAL_S = 0.25
+ROUTER = "router"
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Sampler:
         self._handoffs = handoffs
         self._interval_s = max(LEAST_INTERVAL_S, last_arrival_s / SAMPLES)
         self.next_s = self._interval_s
-        self._series = Series()
-        self._depths = {worker.role: _Depth() for worker in workers}
+        self.series = Series()
+        self._depths: dict[str, _Depth] = {ROUTER: _Depth(), **{worker.role: _Depth() for worker in workers}}
         self._waiting = {worker.name: 0 for worker in workers}
         self._seen_handoffs = 0
         self._prompt_tokens = self._cached_tokens = 0
@@ -54,6 +55,12 @@ class Sampler:
             self._depths["decode"].change(handoffs - self._seen_handoffs, now_s)
             self._seen_handoffs = handoffs
 
+    def kept(self, requests: int, now_s: float) -> None:
+        """So many wait in the router."""
+        depth = self._depths[ROUTER]
+        if requests != depth.now:
+            depth.change(requests - depth.now, now_s)
+
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
@@ -67,14 +74,16 @@ class Sampler:
             self.next_s += self._interval_s
 
     def _note(self, at_s: float) -> None:
-        series = self._series
+        series = self.series
         series.at_s.append(round(at_s, 6))
         series.prompt_tokens.append(self._prompt_tokens)
         series.cached_tokens.append(self._cached_tokens)
         self._prompt_tokens = self._cached_tokens = 0
         for role, depth in self._depths.items():
-            pool = [worker.engine for worker in self._workers if worker.role == role]
             series.queue_depth.setdefault(role, []).append(depth.now)
+            if role == ROUTER:
+                continue
+            pool = [worker.engine for worker in self._workers if worker.role == role]
             series.running.setdefault(role, []).append(sum(engine.running for engine in pool))
             used, blocks = sum(engine.pool.used_blocks for engine in pool), sum(engine.pool.num_blocks for engine in pool)
             series.used_kv_fraction.setdefault(role, []).append(round(used / blocks, 4))
@@ -83,9 +92,6 @@ class Sampler:
             known.append(round((busy_s - self._link_busy_s.get(name, 0.0)) / (at_s - self._last_s), 4))
             self._link_busy_s[name] = busy_s
         self._last_s = at_s
-
-    def series(self, now_s: float) -> Series:
-        return self._series
 
     def queue_depth(self, now_s: float) -> dict[str, QueueDepth]:
         for depth in self._depths.values():

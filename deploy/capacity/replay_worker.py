@@ -31,7 +31,7 @@ class ReplayWorker:
         self, name: str, role: Role, place: int, settings: ReplaySettings, listener: WorkerListener, gaps: TokenGaps, step_by_step: bool
     ) -> None:
         self.name = name
-        self.role = role
+        self.role: Role = role
         self.place = place
         self.version = 0
         self.agenda_s = math.inf

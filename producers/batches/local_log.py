@@ -26,7 +26,6 @@ class Known:
 
     line: int
     succeeded: bool
-    usage: dict[str, Any]
 
 
 class Appender:
@@ -152,15 +151,14 @@ class LocalLineLog:
                 line = self._line_of(raw)
                 if line is None:
                     raise SetupError(f"{path}, line {number}, is no result of this batch: give another file, or take that one away")
-                body: dict[str, Any] = (line[1].get("response") or {}).get("body") or {}
-                found.append(Known(line[0], succeeded, body.get("usage") or {}))
+                found.append(Known(line, succeeded))
         return found
 
     def _begins_like_ours(self, torn: bytes) -> bool:
         beginning = f'{{"id": "batch_req_{self._batch_id.removeprefix("batch_")}-'.encode()
         return torn.startswith(beginning) or beginning.startswith(torn)
 
-    def _line_of(self, raw: bytes) -> tuple[int, dict[str, Any]] | None:
+    def _line_of(self, raw: bytes) -> int | None:
         try:
             fields: Any = json.loads(raw)
             match = _LINE_ID.match(fields["id"])
@@ -168,7 +166,7 @@ class LocalLineLog:
             return None
         if match is None or f"batch_{match[1]}" != self._batch_id:
             return None
-        return int(match[2]), fields
+        return int(match[2])
 
 
 def in_order(path: Path) -> None:

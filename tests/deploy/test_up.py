@@ -110,13 +110,15 @@ async def test_an_aggregated_worker_alone_serves(environment: dict[str, str]) ->
 
 
 async def test_a_failed_request_exits_1_a_refused_one_2(environment: dict[str, str]) -> None:
-    async with up(environment, "--prefill", "1", "--decode", "1", "--engine-option", "max_model_len_tokens=100"):
+    async with up(
+        environment, "--prefill", "1", "--decode", "1", "--engine-option", "max_model_len_tokens=100", "--engine-option", "num_blocks=5"
+    ):
         too_long = await ajetwake(environment, "ask", "x" * 200)
         assert (too_long.returncode, "100 tokens" in too_long.stderr) == (2, True)
         unknown = await ajetwake(environment, "ask", "x", "--model", "nope")
         assert (unknown.returncode, "'nope'" in unknown.stderr) == (2, True)
-        no_words = await ajetwake(environment, "ask", "x", "--stop", "word")  # the simulated engine has no words to stop at
-        assert (no_words.returncode, "engine_refused" in no_words.stderr) == (1, True)
+        no_room = await ajetwake(environment, "ask", "x", "--max-tokens", "90")  # which is more than 5 blocks of 16 tokens
+        assert (no_room.returncode, "engine_refused" in no_room.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from jetwake.schemas.codec import decode
 from jetwake.schemas.errors import BusError, DeadlineExceeded, JetwakeError, Overloaded, RequestCancelled
 from jetwake.schemas.replies import Reply, TokenChunk
 from jetwake.schemas.requests import Sampling
-from jetwake.schemas.streams import BUCKETS, STREAMS
+from jetwake.schemas.streams import BUCKETS, HANDOFF, STREAMS
 from jetwake.schemas.workers import WorkerCard
 
 MODEL = "sim"
@@ -302,3 +302,18 @@ def terminal_id(raw: RawMessage) -> list[str]:
 def all_greeted(workers: Mapping[str, WorkerCard]) -> bool:
     prefill = {card.lane for card in workers.values() if card.role == "prefill"}
     return all(prefill <= set(card.peers) for card in workers.values() if card.role == "decode")
+
+
+async def test_a_handoff_that_comes_to_two_workers_is_pulled_once(own_server: NatsServer) -> None:
+    """A consumer that was made anew gives what it had given already, and counts it as a first delivery. The one slot of the first is taken."""
+    async with fleet_of(own_server.url, prefill=1, decode=2, slots=1, timing=SLOW) as (fleet, client), operator(own_server.url) as bus:
+        for number in range(5):
+            submitted = await client.submit([number] * 70, max_tokens=150, temperature=0.0)
+            pieces = aiter(submitted)
+            await anext(pieces)
+            await anext(pieces)  # the second token is a decode worker's: it has pulled
+            [pool] = await durables(bus, HANDOFF.name)
+            assert await delete_consumer(bus, HANDOFF.name, pool)
+            assert (await submitted.answer()).attempts >= 1
+        counters = [engine.stats().counters for engine in fleet.engines.values()]
+        assert sum(one.get("pulled_requests", 0) for one in counters) <= sum(one.get("prefilled_requests", 0) for one in counters)

@@ -234,7 +234,7 @@ async def test_choices_and_regular_expressions(api: Api) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 async def test_an_agent_loop_with_a_tool(api: Api, choice: Any) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather?"}]
-    options: Any = {"tools": [WEATHER], "max_tokens": 100, "temperature": 1, "seed": 4}
+    options: Any = {"tools": [WEATHER], "max_tokens": 200, "temperature": 1, "seed": 4, "parallel_tool_calls": False}
     asked = await api.openai.chat.completions.create(model=MODEL, messages=messages, tool_choice=choice, **options)
     calls = asked.choices[0].message.tool_calls
     assert calls
@@ -328,7 +328,7 @@ async def test_messages_with_a_tool(api: Api) -> None:
     tool: Any = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"], "strict": True}
     messages: Any = [{"role": "user", "content": "What is the weather?"}]
     asked = await api.anthropic.messages.create(
-        model=MODEL, messages=messages, tools=[tool], tool_choice={"type": "any"}, max_tokens=100, extra_body={"seed": 4}
+        model=MODEL, messages=messages, tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_tokens=200
     )
     uses: list[Any] = [block for block in asked.content if block.type == "tool_use"]
     assert uses

@@ -46,6 +46,14 @@ def test_a_worker_without_prefill_work_starts_what_is_soon_over(candidate: Candi
     assert startable([candidate, candidate], now_s=10.0) == 2 * expected
 
 
+def test_one_idle_worker_is_left_to_those_who_wait_for_tokens() -> None:
+    idle, busy = worker(), worker(queued_work_s=1.0)
+    assert startable([idle, idle, busy], 10.0, leave_one=True) == 1
+    assert startable([idle, busy], 10.0, leave_one=True) == 0
+    assert startable([idle], 10.0, leave_one=True) == 1  # where there is one only, all share it
+    assert startable([], 10.0, leave_one=True) == 0
+
+
 def test_the_last_decode_slots_are_not_for_batch() -> None:
     def card(name: str, role: Any = "decode", state: Any = "ready") -> WorkerCard:
         return WorkerCard(

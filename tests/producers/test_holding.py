@@ -1,0 +1,124 @@
+"""Which requests the router sends, which it keeps, and in what order; and what a worker tells of its prefills."""
+
+import math
+
+import pytest
+
+from jetwake.consumers.prefill_backlog import PrefillBacklog
+from jetwake.producers.fleet import Candidate
+from jetwake.producers.holding import Plan, Waiting, plan
+from jetwake.producers.policies import KvAware, KvAwareKnobs, Query
+from jetwake.schemas.workers import PrefillTiming
+
+TIMING = PrefillTiming(base_s=0.02, per_token_s=0.001)
+NOW_S = 100.0
+
+
+def worker(lane: str, left_s: float = 0.0, prefills: int = 0, queued: int = 0) -> Candidate:
+    return Candidate(
+        lane, lane, "prefill", queued, prefills, 0, 64,
+        prefill_left_s=left_s, told_s=NOW_S, running_prefills=prefills, capacity_blocks=1000, free_blocks=1000, timing=TIMING,
+    )  # fmt: skip
+
+
+def waits(name: str, tokens: int, since_s: float = NOW_S, **blocks: int) -> Waiting:
+    return Waiting(Query(name, tokens, 16, blocks), since_s)
+
+
+def plan_of(waiting: list[Waiting], workers: list[Candidate], now_s: float = NOW_S, **knobs: float) -> Plan:
+    return plan(KvAware(knobs=KvAwareKnobs(**{"lead": 1.0, **knobs})), waiting, workers, now_s)  # type: ignore[arg-type]
+
+
+def sent(made: Plan) -> list[tuple[str, str]]:
+    return [(one.query.request_id, decision.lane) for one, decision in made.sends]
+
+
+def test_free_workers_get_one_each_and_the_rest_waits_until_one_is_almost_free() -> None:
+    made = plan_of([waits(name, 500) for name in "abc"], [worker("x"), worker("y")])
+    assert sorted(lane for _, lane in sent(made)) == ["x", "y"]
+    assert made.look_again_s == pytest.approx(NOW_S + 0.52 - 0.02)
+
+
+def test_the_next_is_sent_a_little_before_the_last_prefill_ends_but_no_third() -> None:
+    assert sent(plan_of([waits("a", 500)], [worker("x", left_s=0.015, prefills=1)])) == [("a", "x")]
+    made = plan_of([waits("a", 500)], [worker("x", left_s=0.025, prefills=1)])
+    assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + 0.005))
+    made = plan_of([waits("a", 500)], [worker("x", left_s=0.015, prefills=2)])
+    assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + 0.015))
+
+
+def test_what_the_worker_told_grows_old() -> None:
+    assert sent(plan_of([waits("a", 500, since_s=NOW_S + 0.4)], [worker("x", left_s=0.5, prefills=1)], NOW_S + 0.4)) == []
+    assert sent(plan_of([waits("a", 500, since_s=NOW_S + 0.5)], [worker("x", left_s=0.5, prefills=1)], NOW_S + 0.5)) == [("a", "x")]
+
+
+def test_nobody_is_kept_for_longer_than_the_knob_says() -> None:
+    busy = [worker("x", left_s=50.0, prefills=1)]
+    made = plan_of([waits("a", 500)], busy)
+    assert (sent(made), made.look_again_s) == ([], NOW_S + 2.0)
+    assert sent(plan_of([waits("a", 500, since_s=NOW_S - 2.0)], busy)) == [("a", "x")]
+    assert sent(plan_of([waits("a", 500)], busy, hold_s=0.0)) == [("a", "x")]
+
+
+def test_it_waits_for_the_cache_only_where_that_is_sooner() -> None:
+    """800 of 1000 tokens are cached on x, which is busy: for 0.5 s that is worth it, for 1 s it is not."""
+    assert sent(plan_of([waits("a", 1000, x=50)], [worker("x", left_s=0.5, prefills=1), worker("y")])) == []
+    assert sent(plan_of([waits("a", 1000, x=50)], [worker("x", left_s=1.0, prefills=1), worker("y")])) == [("a", "y")]
+
+
+def test_who_loses_most_chooses_first() -> None:
+    """Both workers are free. The one that came first would be as well off on y, and would take x by turn."""
+    for turn in range(2):
+        policy = KvAware(turn)
+        made = plan(policy, [waits("cold", 1000), waits("warm", 1000, x=50)], [worker("x"), worker("y")], NOW_S)
+        assert sent(made) == [("warm", "x"), ("cold", "y")]
+
+
+def test_of_those_without_a_cache_the_long_go_first_unless_many_wait() -> None:
+    few = [waits("short", 200), waits("long", 900)]
+    assert sent(plan_of(few, [worker("x")]))[0][0] == "long"
+    assert sent(plan_of([*few, waits("middle", 500)], [worker("x")]))[0][0] == "short"
+    assert sent(plan_of([*few, waits("old", 900, since_s=NOW_S - 1.0)], [worker("x")]))[0][0] == "old"
+
+
+def test_short_prompts_are_sent_together_when_many_wait() -> None:
+    """30 ms each, of which 20 are the step's own: each that goes along spares the others those."""
+    assert len(sent(plan_of([waits(f"r{n}", 10) for n in range(2)], [worker("x")], lead=0.0))) == 1
+    assert len(sent(plan_of([waits(f"r{n}", 10) for n in range(12)], [worker("x")], lead=0.0))) > 4
+    assert len(sent(plan_of([waits(f"r{n}", 900) for n in range(12)], [worker("x")]))) == 1
+
+
+def test_workers_that_failed_a_request_get_it_only_when_there_is_no_other() -> None:
+    again = Waiting(Query("a", 500, 16, {"x": 31}), NOW_S, ["x"])
+    assert sent(plan_of([again], [worker("x"), worker("y")])) == [("a", "y")]
+    assert sent(plan_of([again], [worker("x")])) == [("a", "x")]
+
+
+def test_nobody_waiting_is_no_plan() -> None:
+    assert plan_of([], [worker("x")]) == Plan([], math.inf)
+
+
+def test_a_backlog_is_unknown_until_there_is_something_to_go_by() -> None:
+    backlog = PrefillBacklog()
+    for number in range(3):
+        assert backlog.left_s(10.0 * number) == 0.0
+        key = backlog.begin(100 + number, 10.0 * number)
+        backlog.measured(100 + number, 10.0 * number, 10.0 * number + 0.02 + 0.001 * (100 + number))
+        backlog.end(key, 10.0 * number + 1)
+    assert backlog.timing() is not None
+    assert backlog.left_s(100.0) == 0.0
+
+
+def test_a_backlog_counts_down_the_first_and_all_of_those_behind_it() -> None:
+    backlog = PrefillBacklog()
+    for number in range(4):
+        backlog.measured(100 * number + 100, 10.0 * number, 10.0 * number + 0.12 + 0.1 * number)
+    first, second = backlog.begin(480, 100.0), backlog.begin(80, 100.1)
+    assert (len(backlog), backlog.new_tokens) == (2, 560)
+    assert backlog.left_s(100.2) == pytest.approx(0.3 + 0.1)
+    assert backlog.left_s(101.0) == pytest.approx(0.1)  # overdue
+    backlog.end(first, 101.0)
+    assert backlog.left_s(101.02) == pytest.approx(0.08)
+    backlog.end(first, 102.0)
+    backlog.end(second, 101.1)
+    assert (len(backlog), backlog.left_s(101.1)) == (0, 0.0)
