@@ -11,6 +11,7 @@ from ..pipeline.publish import Publisher
 from ..pipeline.replies import ReplyInbox
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.topology import ensure_topology
+from ..producers.gateway.kept_streams import KeptStreams
 from ..producers.gateway.key_keeper import KeyKeeper
 from ..producers.gateway.settings import GatewaySettings
 from ..producers.gateway.submission import Submitter
@@ -55,7 +56,8 @@ async def run_gateway(
         from ..producers.gateway.server import GatewayServer  # imports vLLM: seconds
 
         batches = GatewayBatches(settings.batches, bus, publisher, clock, settings.name, card.model)
-        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s))
+        kept = KeptStreams(bus, publisher, inbox, settings.resume_grace_s) if settings.resume_grace_s else None
+        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept)
         await server.open()
         if server.app is not None:
             batches.start(server.app, server.names, server.own_headers)

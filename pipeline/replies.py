@@ -143,17 +143,28 @@ class ReplyInbox:
         """To be called before the request is sent."""
         return self._add(ReplyStream(self, self.gateway, request_id, model))
 
-    async def resume(self, gateway: str, request_id: str, model: str) -> ReplyStream:
-        """All replies of a request that was sent before, by whomever: what is kept of them first, then what comes. Raises BusError."""
+    async def resume(self, gateway: str, request_id: str, model: str, *, in_place_of_gateway: bool = False) -> ReplyStream:
+        """All replies of a request that was sent before, by whomever: what is kept of them first, then what comes. Raises BusError.
+
+        `in_place_of_gateway`: for as long as this is read, requests of that gateway do not count as unread.
+        """
         stream = self._add(ReplyStream(self, gateway, request_id, model, from_kept=True))
         if gateway != self.gateway:
+            subscriptions: list[Subscription] = []
+
+            def leave() -> None:
+                for subscription in subscriptions:
+                    self._in_background(subscription.unsubscribe())
+
+            stream.on_close = leave
             try:
-                subscription = await self._bus.subscribe(subjects.reply(gateway, request_id), self._receive)
+                subscriptions.append(await self._bus.subscribe(subjects.reply(gateway, request_id), self._receive))
+                if in_place_of_gateway:
+                    subscriptions.append(await self._bus.subscribe(subjects.presence(gateway), lambda _: None))
                 await self._bus.flush()
             except BusError:
                 stream.close()
                 raise
-            stream.on_close = lambda: self._in_background(subscription.unsubscribe())
         return stream
 
     def _add(self, stream: ReplyStream) -> ReplyStream:

@@ -53,6 +53,9 @@ class TopologySettings(BaseModel):
     max_openai_jobs: int = Field(default=100_000, ge=1, description="durable jobs that wait or run")
     openai_jobs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     openai_results_max_bytes: int = Field(default=1 << 30, ge=1 << 20, description="results of durable jobs, kept for a day")
+    openai_bodies_max_bytes: int = Field(
+        default=128 << 20, ge=1 << 20, description="memory; bodies of streams, so that they can be resumed"
+    )
     events_max_bytes: int = Field(default=256 << 20, ge=1 << 20)
     batch_lines_max_bytes: int = Field(default=8 << 30, ge=1 << 20, description="results of batches that are not complete yet")
     files_max_bytes: int = Field(default=16 << 30, ge=1 << 20, description="uploaded files and the results of batches")
@@ -66,6 +69,7 @@ class TopologySettings(BaseModel):
             replace(streams.ANSWERS, max_bytes=self.answers_max_bytes),
             replace(streams.OPENAI_JOBS, max_messages=self.max_openai_jobs, max_bytes=self.openai_jobs_max_bytes),
             replace(streams.OPENAI_RESULTS, max_bytes=self.openai_results_max_bytes),
+            replace(streams.OPENAI_BODIES, max_bytes=self.openai_bodies_max_bytes),
             replace(streams.EVENTS, max_bytes=self.events_max_bytes),
             replace(streams.RESULTS, max_bytes=self.results_max_bytes, max_age_s=self.results_max_age_s),
             replace(streams.DEAD, max_bytes=self.dead_max_bytes),

@@ -5,6 +5,7 @@ JetwakeError
 │   ├── InvalidRequest        a field is wrong; the text names it and the limit
 │   ├── UnknownModel          no worker ever announced this model
 │   ├── UnknownRequest        nothing is kept of a request with this id
+│   ├── NotResumable          a stream that cannot be gone on with exactly
 │   ├── PromptTooLong         prompt plus max_tokens is over the model's context
 │   └── PayloadTooLarge       encoded message is over what the broker carries
 ├── Overloaded                a bounded queue is full; carries `retry_after_s`
@@ -59,6 +60,10 @@ class UnknownModel(RequestRefused):
 
 class UnknownRequest(RequestRefused):
     code = "unknown_request"
+
+
+class NotResumable(RequestRefused):
+    code = "not_resumable"
 
 
 class PromptTooLong(RequestRefused):

@@ -21,6 +21,7 @@ from .prefill import PrefillJob, ReleaseKv
 from .replies import Cancelled, CancelRequest, Checkpoint, DeadLetter, Expired, Failed, Fence, Finished, TokenChunk
 from .requests import InferenceRequest
 from .routing import Explain, Explanation, Routed
+from .streamed import StreamedRequest
 from .workers import ModelCard, WorkerCard, WorkerLoad
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -38,6 +39,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Fence,
     Checkpoint,
     CancelRequest,
+    StreamedRequest,
     DeadLetter,
     ModelCard,
     WorkerCard,

@@ -75,7 +75,9 @@ ANSWERS = StreamSpec(
     "JW_ANSWERS", ("jw.answers.*.*.*",), "limits", "memory", "old",
     max_bytes=128 << 20, max_age_s=900, max_messages_per_subject=1, allow_direct=True, no_ack=True,
 )  # fmt: skip
-CLAIMS = StreamSpec("JW_CLAIMS", ("jw.claims.*.*",), "limits", "memory", "old", max_bytes=64 << 20, max_age_s=300, max_messages_per_subject=1)
+CLAIMS = StreamSpec(
+    "JW_CLAIMS", ("jw.claims.*.*",), "limits", "memory", "old", max_bytes=64 << 20, max_age_s=300, max_messages_per_subject=1
+)
 RESULTS = StreamSpec("JW_RESULTS", ("jw.results.*.*.*",), "limits", "file", "old", max_bytes=4 << 30, max_age_s=86_400, allow_direct=True)
 CANCEL = StreamSpec("JW_CANCEL", ("jw.cancel.*",), "limits", "memory", "old", max_bytes=64 << 20, max_age_s=900, allow_direct=True)
 DEAD = StreamSpec("JW_DEAD", ("jw.dead.*",), "limits", "file", "old", max_bytes=1 << 30, max_age_s=7 * 86_400, allow_direct=True)
@@ -86,6 +88,10 @@ OPENAI_RESULTS = StreamSpec(
     "JW_OPENAI_RESULTS", ("jw.openai.results.*", "jw.openai.accepted.*", "jw.results-out.>"), "limits", "file", "old",
     max_bytes=1 << 30, max_age_s=86_400, duplicate_window_s=86_400, allow_direct=True,
 )  # fmt: skip
+OPENAI_BODIES = StreamSpec(
+    "JW_OPENAI_BODIES", ("jw.openai-bodies.*", "jw.openai-readers.*"), "limits", "memory", "old",
+    max_bytes=128 << 20, max_age_s=1800, max_messages_per_subject=1, allow_direct=True, no_ack=True,
+)  # fmt: skip
 EVENTS = StreamSpec(
     "JW_EVENTS", ("jw.events.*.*",), "limits", "file", "old", max_bytes=256 << 20, max_age_s=86_400, allow_direct=True, no_ack=True
 )
@@ -94,7 +100,23 @@ BATCH_LINES = StreamSpec(
     "JW_BATCH_LINES", ("jw.batchlines.*.*",), "limits", "file", "new", max_bytes=8 << 30, max_age_s=32 * 86_400, allow_direct=True
 )
 
-STREAMS = (REQUESTS, PREFILL, HANDOFF, REPLIES, ANSWERS, CLAIMS, RESULTS, CANCEL, DEAD, OPENAI_JOBS, OPENAI_RESULTS, EVENTS, BATCHES, BATCH_LINES)
+STREAMS = (
+    REQUESTS,
+    PREFILL,
+    HANDOFF,
+    REPLIES,
+    ANSWERS,
+    CLAIMS,
+    RESULTS,
+    CANCEL,
+    DEAD,
+    OPENAI_JOBS,
+    OPENAI_RESULTS,
+    OPENAI_BODIES,
+    EVENTS,
+    BATCHES,
+    BATCH_LINES,
+)
 
 WORKERS_BUCKET = BucketSpec("jw_workers", "memory", marker_ttl_s=5)
 MODELS_BUCKET = BucketSpec("jw_models", "file")

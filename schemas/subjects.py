@@ -183,6 +183,16 @@ def openai_accepted(request_id: str) -> str:
     return f"jw.openai.accepted.{request_id}"
 
 
+def openai_body(request_id: str) -> str:
+    """What a streamed response was asked with, for the gateway that goes on with it."""
+    return f"jw.openai-bodies.{request_id}"
+
+
+def openai_reader(request_id: str) -> str:
+    """Who reads a streamed response now: the last one that began to."""
+    return f"jw.openai-readers.{request_id}"
+
+
 def event(model: str, outcome: str) -> str:
     return f"jw.events.{model_token(model)}.{outcome}"
 

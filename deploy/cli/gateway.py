@@ -27,6 +27,9 @@ def gateway(
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Metrics and health; 0: any free one.")] = 0,
     admin_host: Annotated[str, typer.Option(help="Address of the admin port.")] = "127.0.0.1",
     keep_alive_s: Annotated[float, typer.Option(min=0.0, help="A silent stream gets a comment this often; 0: never.")] = 10.0,
+    resume_grace_s: Annotated[
+        float, typer.Option(min=0.0, help="How long a broken stream goes on for whoever resumes it. 0: cancel at once, and resume none.")
+    ] = 5.0,
     request_timeout_s: Annotated[float, typer.Option(min=0.1, help="Deadline of every request.")] = 600.0,
     api_keys: Annotated[
         Path | None, typer.Option(help="File of API keys (YAML, or JSON lines), beside those of `jetwake keys`. Without any key: open.")
@@ -63,6 +66,7 @@ def gateway(
             tokenizer=fetch(str(tokenizer)) if tokenizer is not None else None,
             request_timeout_s=request_timeout_s,
             keep_alive_s=keep_alive_s,
+            resume_grace_s=resume_grace_s,
             batches=batch_settings(batch_option or []),
             ready_file=ready_file,
             api_keys=api_keys,

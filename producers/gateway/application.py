@@ -1,5 +1,6 @@
 """vLLM's server application without an engine: its flags, its configuration, and the routes that can work here. Imports vLLM."""
 
+import hashlib
 import logging
 import os
 from argparse import Namespace
@@ -99,6 +100,20 @@ def _lora(args: Namespace, model_config: Any) -> dict[str, Any]:
     config = LoRAConfig(max_loras=max(1, len(args.lora_modules or ())))
     config.verify_with_model_config(model_config)
     return {"lora_config": config}
+
+
+def paths_by_token(app: Any) -> frozenset[str]:
+    """Whose streamed events depend on how the tokens were cut: parsers of tools and reasoning say something of some, and not of others."""
+    parsed = ("/v1/chat/completions",) if app.state.openai_serving_chat.parser_cls is not None else ()
+    return frozenset({"/v1/messages", *parsed})
+
+
+def rendering(card: ModelCard, settings: GatewaySettings, by_token: frozenset[str]) -> str:
+    """The same for gateways that make the same events of the same tokens."""
+    from vllm import __version__
+
+    told = repr((__version__, card.model, settings.flags, sorted(by_token)))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 async def build(engine: Any, args: Namespace) -> Any:

@@ -18,21 +18,25 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers import BaseRenderer, renderer_from_config  # pyright: ignore[reportUnknownVariableType]
 from vllm.renderers.inputs.preprocess import extract_prompt_components
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from ...schemas.errors import BrokerUnavailable, JetwakeError
+from ...schemas.errors import BrokerUnavailable, JetwakeError, NotResumable
+from ...schemas.replies import TokenChunk
 from ...schemas.requests import InferenceRequest
-from ...schemas.tokens import pack_tokens
+from ...schemas.tokens import pack_tokens, token_count
 from .choice import Choice
 from .exchange import Exchange, Replies, current
 from .failures import Failure, failure_of
+from .kept_streams import KeptStreams
 from .metrics import GatewayMetrics
+from .positions import cut
 from .sampling import sampling_of
+from .streaming import Streaming
 from .submission import Submitter
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
@@ -49,7 +53,14 @@ class NotServed(GenerationError):
 
 
 class BusEngine(EngineClient):
-    def __init__(self, config: VllmConfig, submitter: Submitter, metrics: GatewayMetrics, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        submitter: Submitter,
+        metrics: GatewayMetrics,
+        request_timeout_s: float,
+        kept: KeptStreams | None = None,
+    ) -> None:
         self.vllm_config: VllmConfig = config
         self.model_config: ModelConfig = config.model_config
         self.renderer: BaseRenderer = renderer_from_config(config)  # pyright: ignore[reportUnknownVariableType]
@@ -57,14 +68,18 @@ class BusEngine(EngineClient):
         self._processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._submitter = submitter
         self._metrics = metrics
+        self._kept = kept
         self._timeout_ns = int(request_timeout_s * 1e9)
 
     # ------------------------------------------------------------------------------------------------------ requests
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        exchange = current()
+        if exchange.streaming is not None and exchange.streaming.resumed is not None:
+            return  # it is in work already
         refusal = self._submitter.refusal()
         if refusal is not None:
-            self._refuse(current(), refusal)
+            self._refuse(exchange, refusal)
 
     async def generate(
         self,
@@ -84,11 +99,12 @@ class BusEngine(EngineClient):
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         exchange = current()
-        answer = _Answers(self._submitter, self._processor, exchange)
+        answer = _Answers(self._submitter, self._processor, exchange, self._kept)
         try:
             core = self._core_request(prompt, sampling_params, request_id, lora_request, tokenization_kwargs)
             text = prompt_text or extract_prompt_components(self.model_config, prompt).text
             requests = self._our_requests(exchange, core, session_id, priority, reasoning_ended, reasoning_parser_kwargs)
+            self._note_kind(exchange, sampling_params)
             answer.take_quota(requests)
             answer.prepare(core, text, requests)
             self._metrics.submitted(requests[0].prompt_length_tokens)
@@ -106,6 +122,15 @@ class BusEngine(EngineClient):
             raise NotServed(exchange.failure) from error
         finally:
             self._metrics.generated(answer.close())
+
+    def _note_kind(self, exchange: Exchange, params: SamplingParams) -> None:
+        """Only a stream of one answer can be resumed. Raises NotResumable."""
+        if exchange.streaming is None:
+            return
+        if params.output_kind != RequestOutputKind.DELTA:
+            exchange.streaming = None
+        elif exchange.submitted > 1:
+            exchange.streaming.exclude()
 
     def _core_request(
         self, prompt: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None, tokenization: dict[str, Any] | None
@@ -146,6 +171,8 @@ class BusEngine(EngineClient):
             tenant=exchange.tenant,
             metadata=exchange.metadata,
             deadline_ns=self._deadline_ns(exchange, now_ns),
+            # Nobody else would hear the answer; a stream that is resumed at another gateway is read there in place of this one.
+            cancel_when_unread=exchange.job is None,
         )
         self._submitter.check(first)
         requests = [first]
@@ -258,11 +285,13 @@ def _not_here(call: str) -> NoReturn:
 class _Answers:
     """The n answers of one call of `generate`. `close` ends what has not ended."""
 
-    def __init__(self, submitter: Submitter, processor: OutputProcessor, exchange: Exchange) -> None:
+    def __init__(self, submitter: Submitter, processor: OutputProcessor, exchange: Exchange, kept: KeptStreams | None) -> None:
         self._submitter = submitter
         self._processor = processor
         self._exchange = exchange
+        self._kept = kept
         self._quota_tokens = 0
+        self._claimed = False
         self._requests: list[InferenceRequest] = []
         self._choices: list[Choice] = []
         self._engine_ids: list[str] = []
@@ -288,7 +317,7 @@ class _Answers:
 
     def take_quota(self, requests: list[InferenceRequest]) -> None:
         """By estimate: the prompt once, and all that the answers may become. Raises QuotaExceeded, InvalidRequest."""
-        if self._exchange.grant is not None:
+        if self._exchange.grant is not None and not self._resumed:  # whoever began it has taken all that it may become
             wanted = requests[0].prompt_length_tokens + sum(request.sampling.max_tokens for request in requests)
             self._exchange.grant.take_tokens(wanted)
             self._quota_tokens = wanted
@@ -316,21 +345,75 @@ class _Answers:
 
     async def _answer(self, number: int, begun: asyncio.Event | None = None) -> AsyncGenerator[RequestOutput, None]:
         request, choice = self._requests[number], self._choices[number]
-        job = self._exchange.job
-        self._streams[number] = replies = await (self._submitter.submit(request) if job is None else job.submit(request))
-        async for reply in replies:
-            outputs = choice.take(reply)
-            if begun is not None:
-                begun.set()
-            for output in outputs:
+        self._streams[number] = replies = await self._ask(request)
+        if self._streaming is not None:
+            async for output in self._numbered(request, choice, replies, self._streaming):
                 yield output
-            if choice.ended:
-                break
+        else:
+            async for reply in replies:
+                outputs = choice.take(reply)
+                if begun is not None:
+                    begun.set()
+                for output in outputs:
+                    yield output
+                if choice.ended:
+                    break
         if not choice.ended:
             raise BrokerUnavailable("the gateway stopped before the answer ended")
         if choice.stopped_here:
             self._told.add(number)
             self._submitter.in_background(_await_last_word(self._submitter, replies))
+
+    async def _ask(self, request: InferenceRequest) -> Replies:
+        streaming = self._streaming
+        if self._exchange.job is not None:
+            return await self._exchange.job.submit(request)
+        if streaming is not None and streaming.resumed is not None and self._kept is not None:
+            if streaming.arrived:
+                await self._claim(streaming)
+            return await self._kept.read_again(streaming.resumed)
+        replies = await self._submitter.submit(request)
+        if streaming is not None and self._kept is not None:
+            self._submitter.in_background(self._kept.keep(request, streaming))
+        return replies
+
+    async def _numbered(
+        self, request: InferenceRequest, choice: Choice, replies: Replies, streaming: Streaming
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As any other answer, and whoever numbers the events of an output hears before it where in the answer it ends."""
+        pending = b""
+        async for reply in replies:
+            for part in cut(reply, streaming.by_token, streaming.cuts):
+                if isinstance(part, TokenChunk):
+                    if self._resumed and request.sampling.logprobs is not None and len(part.logprobs) != token_count(part.tokens):
+                        raise NotResumable("the log probabilities of this stream are not kept any more: ask again")
+                    pending += part.tokens
+                outputs = choice.take(part)
+                if outputs:
+                    streaming.given(choice.given_tokens, choice.ended, pending)
+                    pending = b""
+                    if streaming.resumed is not None and streaming.arrived and not self._claimed:
+                        await self._claim(streaming)
+                for output in outputs:
+                    yield output
+                if choice.ended:
+                    return
+
+    async def _claim(self, streaming: Streaming) -> None:
+        """Not before it is known that this stream can go on: until then, it ends nothing for others."""
+        assert self._kept is not None
+        self._claimed = True
+        await self._kept.claim(self._requests[0].request_id, streaming.reader)
+
+    @property
+    def _streaming(self) -> Streaming | None:
+        """None for what cannot be resumed."""
+        streaming = self._exchange.streaming
+        return streaming if streaming is not None and not streaming.excluded else None
+
+    @property
+    def _resumed(self) -> bool:
+        return self._exchange.streaming is not None and self._exchange.streaming.resumed is not None
 
     async def _fan_out(self, collector: RequestOutputCollector) -> None:
         """The first answer, and after its first token the others, all into the collector."""
@@ -355,19 +438,43 @@ class _Answers:
         for task in self._tasks:
             task.cancel()
         unfinished = [number for number, choice in enumerate(self._choices) if not choice.ended]
-        for number in unfinished:
-            if number in self._streams and self._exchange.job is None:
-                self._submitter.cancel_soon(self._requests[number].request_id)
+        given = sum(choice.given_tokens for choice in self._choices)
+        if self._resumed and not self._claimed:
+            pass  # others read it
+        elif unfinished and 0 in self._streams and self._may_be_taken_up():
+            self._leave(given)
+        else:
+            for number in unfinished:
+                if number in self._streams and self._exchange.job is None:
+                    self._submitter.cancel_soon(self._requests[number].request_id)
+            self._settle_quota(given)
         for number, replies in self._streams.items():
             if number not in self._told:
                 replies.close()
         self._processor.abort_requests([self._engine_ids[number] for number in unfinished], internal=True)
-        given = sum(choice.given_tokens for choice in self._choices)
+        return given
+
+    def _may_be_taken_up(self) -> bool:
+        """A stream that broke off. One that failed is over."""
+        return self._streaming is not None and self._kept is not None and self._exchange.failure is None
+
+    def _leave(self, given: int) -> None:
+        """Whoever resumes it in time goes on; then what it may become stays taken of the quota."""
+        assert self._kept is not None
+        assert self._streaming is not None
+        request_id = self._requests[0].request_id
+
+        def end() -> None:
+            self._submitter.cancel_soon(request_id)
+            self._settle_quota(given)
+
+        self._submitter.in_background(self._kept.end_unless_taken_up(request_id, self._streaming.reader, end))
+
+    def _settle_quota(self, given: int) -> None:
         if self._exchange.grant is not None and self._quota_tokens:
             # A prompt whose answers never began cost nothing.
             used = self._requests[0].prompt_length_tokens + given if given else 0
             self._exchange.grant.correct_tokens(self._quota_tokens, used)
-        return given
 
 
 async def _await_last_word(submitter: Submitter, replies: Replies) -> None:

@@ -9,12 +9,15 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ...schemas.replies import AnyTerminal, TokenChunk
 from ...schemas.requests import InferenceRequest, PriorityClass
 from .failures import Failure
 from .gate import Grant
+
+if TYPE_CHECKING:
+    from .streaming import Streaming
 
 EXCHANGE_KEY = "jetwake.exchange"
 """In the scope of a call from inside this process: what the caller knows of it already. No client can set it."""
@@ -73,7 +76,7 @@ class Exchange:
 
     `answering`: the first tokens are there, so the response is a success so far. `cache_salt`, `tenant`, `grant` and `priority_class`
     are decided by whoever admits the request, never by its body. `admitted`: they are, as whoever made this says. `job`: it is part of
-    something that outlives this process.
+    something that outlives this process. `streaming`: should it be streamed, it can be resumed.
     """
 
     request_id: str = field(default_factory=new_request_id)
@@ -89,6 +92,7 @@ class Exchange:
     grant: Grant | None = None
     timeout_s: float | None = None
     job: "Job | None" = None
+    streaming: "Streaming | None" = None
 
     def next_request_id(self) -> str:
         """One HTTP request may need several of ours: several prompts, n answers. The first has the exchange's own id."""

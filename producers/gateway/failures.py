@@ -12,6 +12,7 @@ from ...schemas.errors import (
     EngineRefused,
     InvalidRequest,
     JetwakeError,
+    NotResumable,
     NoWorker,
     Overloaded,
     PayloadTooLarge,
@@ -20,6 +21,7 @@ from ...schemas.errors import (
     RequestCancelled,
     RequestFailed,
     UnknownModel,
+    UnknownRequest,
 )
 
 Shape = Literal["openai", "responses", "anthropic"]
@@ -29,6 +31,8 @@ _STATUS_BY_CODE: dict[str, HTTPStatus] = {
     PromptTooLong.code: HTTPStatus.BAD_REQUEST,
     EngineRefused.code: HTTPStatus.BAD_REQUEST,
     UnknownModel.code: HTTPStatus.NOT_FOUND,
+    UnknownRequest.code: HTTPStatus.NOT_FOUND,
+    NotResumable.code: HTTPStatus.CONFLICT,
     PayloadTooLarge.code: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     Overloaded.code: HTTPStatus.TOO_MANY_REQUESTS,
     QuotaExceeded.code: HTTPStatus.TOO_MANY_REQUESTS,

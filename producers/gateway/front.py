@@ -9,13 +9,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ...schemas.errors import JetwakeError
 from . import exchange as exchanges
 from .body import refused_field
 from .exchange import EXCHANGE_KEY, Exchange, clean_client_id, metadata_in
-from .failures import Failure, Shape, failure_in, shape_of
+from .failures import Failure, Shape, failure_in, failure_of, shape_of
 from .gate import Gate
 from .metrics import GatewayMetrics
+from .resuming import ROUTE, Resuming, Wanted, first_scope, wanted_in
 from .settings import GatewaySettings
+from .streaming import Streaming
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -44,10 +47,17 @@ class Front:
     """`routes`: the paths that are served, which are also the only ones that metrics name."""
 
     def __init__(
-        self, app: App, settings: GatewaySettings, metrics: GatewayMetrics, routes: frozenset[str], gate: Gate | None = None
+        self,
+        app: App,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        routes: frozenset[str],
+        gate: Gate | None = None,
+        resuming: Resuming | None = None,
     ) -> None:
         self._app = app
         self._gate = gate or Gate()
+        self._resuming = resuming
         self._settings = settings
         self._metrics = metrics
         self._routes = routes
@@ -60,7 +70,7 @@ class Front:
         exchange, scope = self._begin(scope)
         exchanges.begin(exchange)
         response = Response(send, exchange, scope["path"], self._settings.keep_alive_s)
-        route = scope["path"] if scope["path"] in self._routes else "other"
+        route = self._route(scope["path"])
         started_s = asyncio.get_running_loop().time()
         self._metrics.open.inc()
         is_of_others = not exchange.admitted
@@ -72,6 +82,11 @@ class Front:
             self.open_of_others -= is_of_others
             self._metrics.open.dec()
             self._metrics.ended(route, response.status, asyncio.get_running_loop().time() - started_s)
+
+    def _route(self, path: str) -> str:
+        if path in self._routes:
+            return path
+        return ROUTE if self._resuming is not None and path.startswith(ROUTE.partition("{")[0]) else "other"
 
     def _begin(self, scope: Scope) -> tuple[Exchange, Scope]:
         """vLLM uses the client's id as the base of its own; it gets ours instead."""
@@ -89,7 +104,12 @@ class Front:
         if refusal is not None:
             await response.fail(refusal)
             return
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") or scope["path"] == UPLOADS:
+        try:
+            wanted = wanted_in(scope) if self._resuming is not None else None
+        except JetwakeError as error:
+            await response.fail(failure_of(error, self._settings.retry_after_s))
+            return
+        if (wanted is None and scope["method"] in ("GET", "HEAD", "OPTIONS")) or scope["path"] == UPLOADS:
             await self._app(scope, receive, response.send)
             return
         try:
@@ -99,11 +119,31 @@ class Front:
             return
         if body is None:  # the client left before it had said what it wanted
             return
+        if wanted is not None:
+            await self._resume(wanted, scope, receive, body, response)
+            return
         refusal = refused_field(body)
         if refusal is not None:
             await response.fail(refusal)
             return
+        if self._resuming is not None and EXCHANGE_KEY not in scope:
+            exchanges.current().streaming = self._resuming.may_be_resumed(scope["path"], body)
         await self._app(scope, replay(body, receive), response.send)
+
+    async def _resume(self, wanted: Wanted, scope: Scope, receive: Receive, body: bytes, response: "Response") -> None:
+        assert self._resuming is not None
+        exchange = exchanges.current()
+        try:
+            streaming = await self._resuming.found(wanted, exchange, body)
+        except JetwakeError as error:
+            await response.fail(failure_of(error, self._settings.retry_after_s))
+            return
+        exchange.request_id, exchange.streaming = wanted.request_id, streaming
+        response.speak_as(streaming.path)
+        first = first_scope(scope, streaming)
+        headers = [(name, value) for name, value in first["headers"] if name != CLIENT_ID_HEADER]
+        first["headers"] = [*headers, (CLIENT_ID_HEADER, exchange.request_id.encode())]
+        await self._app(first, replay(streaming.body, receive), response.send)
 
 
 class Response:
@@ -122,6 +162,10 @@ class Response:
         self._held: list[Message] = []
         self._last_s = 0.0
         self._keeper: asyncio.Task[None] | None = None
+
+    def speak_as(self, path: str) -> None:
+        """The API of this path."""
+        self._shape = shape_of(path)
 
     async def send(self, message: Message) -> None:
         if self._ended:
@@ -172,6 +216,10 @@ class Response:
             await self.fail(self._exchange.failure)
             return
         more = message.get("more_body", False)
+        if self._exchange.streaming is not None and self._exchange.streaming.named:
+            message = {**message, "body": self._numbered(message.get("body", b""), self._exchange.streaming)}
+            if more and not message["body"]:
+                return  # the client of a resumed stream has these events
         if not self._open:
             self._held.append(message)
             if more and not self._exchange.answering:
@@ -182,6 +230,12 @@ class Response:
             if not more:
                 self.close()
             await self._send(message)
+
+    def _numbered(self, events: bytes, streaming: Streaming) -> bytes:
+        """The events with ids, without those that the client has."""
+        request_id = self._exchange.request_id
+        named = [(streaming.next_id(request_id), event) for event in events.split(b"\n\n") if event]
+        return b"".join(b"id: %b\n%b\n\n" % (name.encode(), event) for name, event in named if name is not None)
 
     async def _begin(self) -> None:
         """Sends the head, and what was held back."""

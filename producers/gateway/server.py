@@ -18,7 +18,9 @@ from .engine import BusEngine
 from .exposure import refuse_open
 from .front import Front, Headers
 from .gate import Gate
+from .kept_streams import KeptStreams
 from .metrics import GatewayMetrics
+from .resuming import Resuming
 from .settings import GatewaySettings
 from .submission import Submitter
 
@@ -38,12 +40,20 @@ class _Server(uvicorn.Server):
 class GatewayServer:
     """`open` binds and builds; `run` serves until `stop`."""
 
-    def __init__(self, settings: GatewaySettings, submitter: Submitter, gate: Gate | None = None, more_routes: Sequence[Any] = ()) -> None:
-        """`more_routes`: served beside those of vLLM's application."""
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        submitter: Submitter,
+        gate: Gate | None = None,
+        more_routes: Sequence[Any] = (),
+        kept: KeptStreams | None = None,
+    ) -> None:
+        """`more_routes`: served beside those of vLLM's application. `kept`: with it, streams can be resumed."""
         self._settings = settings
         self._more_routes = more_routes
         self._gate = gate or Gate()
         self._submitter = submitter
+        self._kept = kept
         self._metrics = GatewayMetrics()
         self._servers: list[tuple[_Server, socket.socket]] = []
         self._engine: BusEngine | None = None
@@ -66,18 +76,27 @@ class GatewayServer:
         self.own_headers = [(b"authorization", f"Bearer {args.api_key[0]}".encode())] if args.api_key else []
         refuse_open(settings.host, guarded=self._gate.closed or bool(args.api_key), allow_open=settings.allow_open)
         config = application.vllm_config(args)
-        self._engine = BusEngine(config, self._submitter, self._metrics, settings.request_timeout_s)
+        self._engine = BusEngine(config, self._submitter, self._metrics, settings.request_timeout_s, self._kept)
         keep_alive_s = float(args.sse_keep_alive_interval) or settings.keep_alive_s
         args.sse_keep_alive_interval = 0  # the front does it, without a task for each token
         app = await application.build(self._engine, args)
         app.router.routes.extend(self._more_routes)
         paths = application.SERVED_ROUTES | {route.path for route in self._more_routes if "{" not in route.path}
         patient = settings.model_copy(update={"keep_alive_s": keep_alive_s})
-        self.app = front = Front(app, patient, self._metrics, paths, self._gate)
+        self.app = front = Front(app, patient, self._metrics, paths, self._gate, self._resuming(app))
         self._servers = [
             (_Server(self._config(front, args)), public),
             (_Server(uvicorn.Config(Admin(self._submitter, self._metrics), lifespan="off", log_level="warning", access_log=False)), admin),
         ]
+
+    def _resuming(self, app: Any) -> Resuming | None:
+        if self._kept is None:
+            return None
+        by_token = application.paths_by_token(app)
+        self._kept.rendering = application.rendering(self._submitter.model, self._settings, by_token)
+        resuming = Resuming(self._kept)
+        resuming.by_token = by_token
+        return resuming
 
     def _config(self, front: Front, args: Namespace) -> uvicorn.Config:
         options: dict[str, Any] = {

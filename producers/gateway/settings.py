@@ -23,6 +23,11 @@ class GatewaySettings(BaseModel):
     )
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of every request")
     keep_alive_s: float = Field(default=10.0, ge=0, description="a silent stream gets a comment this often; 0: never")
+    resume_grace_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="how long a broken stream goes on for whoever resumes it; 0: it is cancelled at once, none can be resumed",
+    )
     model_timeout_s: float = Field(default=900.0, gt=0, description="how long a starting gateway waits for a worker to announce the model")
     max_body_bytes: int = Field(default=32 << 20, ge=1024)
     retry_after_s: float = Field(default=1.0, gt=0, description="what a refused client is told to wait at least")

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from ...pipeline.checkpoints import announce
 from ...pipeline.clock import ServerClock
 from ...pipeline.connection import Bus
 from ...pipeline.publish import Publisher
@@ -20,6 +21,7 @@ from ...schemas.replies import CancelRequest
 from ...schemas.requests import InferenceRequest
 from ...schemas.workers import ModelCard
 from ..admission import admit
+from ..overload import OverloadEstimate
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Submitter:
         self._clock = clock
         self._full_until_s = 0.0
         self._full_text = ""
+        self._full_wait_s = retry_after_s
+        self._overload = OverloadEstimate(bus)
         self._connected_s = 0.0
         self._background: set[asyncio.Task[None]] = set()
 
@@ -64,7 +68,7 @@ class Submitter:
         elif now_s - self._connected_s > BROKER_PATIENCE_S:
             return BrokerUnavailable("the connection to the broker is lost: try again soon")
         if now_s < self._full_until_s:
-            return Overloaded(self._full_text, self._full_until_s - now_s)
+            return Overloaded(self._full_text, self._full_wait_s)
         return None
 
     def check(self, request: InferenceRequest) -> None:
@@ -92,12 +96,14 @@ class Submitter:
             replies.close()
             self._full_text = f"the request queue is full: {error}"
             self._full_until_s = asyncio.get_running_loop().time() + self.retry_after_s
-            raise Overloaded(self._full_text, self.retry_after_s) from error
+            self._full_wait_s = max(self.retry_after_s, await self._overload.retry_after_s())
+            raise Overloaded(self._full_text, self._full_wait_s) from error
         except BaseException:
             replies.close()
             # It may have been stored all the same, and nobody waits for it any more.
             self.cancel_soon(request.request_id)
             raise
+        self.in_background(announce(self._publisher, request))
         return replies
 
     def cancel_soon(self, request_id: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
-from jetwake.schemas.errors import RequestFailed
+from jetwake.schemas.errors import NoWorker, RequestFailed
 from jetwake.schemas.replies import Reply, TokenChunk
 from jetwake.schemas.requests import Sampling
 from jetwake.schemas.tokens import unpack_tokens
@@ -129,6 +130,7 @@ for name in ("time", "monotonic"):
 """
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("prefill_ahead_s", [3600, -3600])
 async def test_clocks_that_differ_by_two_hours_change_no_deadline(
     own_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefill_ahead_s: int
@@ -136,25 +138,31 @@ async def test_clocks_that_differ_by_two_hours_change_no_deadline(
     """Wall and monotonic clocks of the two workers go an hour before and an hour behind everybody else's."""
     (tmp_path / "sitecustomize.py").write_text(SHIFTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client), registry_of(own_server.url) as registry:
-        monkeypatch.setenv("CLOCK_SHIFT_S", str(prefill_ahead_s))
-        async with worker_process(own_server.url, "prefill", "prefill-x", "sim", tmp_path / "one", *SLOW):
-            await registry.wait_for(lambda cards: "prefill-x" in cards, 30)
-            monkeypatch.setenv("CLOCK_SHIFT_S", str(-prefill_ahead_s))
-            async with worker_process(own_server.url, "decode", "decode-x", "sim", tmp_path / "two", *SLOW):
-                await registry.wait_for(lambda cards: "decode-x" in cards and all_greeted(cards), 30)
-                for name in ("prefill-1", "decode-1"):
-                    await fleet.stop(name)
-                    fleet.forget(name)
-                answer = await client.generate(prompt_of(1), timeout_s=20.0, **GREEDY)
-                assert (answer.prefill_worker, answer.decode_worker, answer.attempts) == ("prefill-x", "decode-x", 1)
-                submitted = await client.submit(prompt_of(2), max_tokens=20_000, timeout_s=2.0)
-                async with asyncio.timeout(PATIENCE_S), Bus.connect(patient(fleet.broker), "reader") as bus:
-                    while (end := await ReplyInbox(bus, "reader").lookup("sim", client.name, submitted.request_id)) is None:
-                        await asyncio.sleep(0.05)
-                assert end.type == "expired"
-                assert "decode" in end.phase
-                assert client.now_ns() > submitted.request.deadline_ns - TOLERANCE_NS
+    async with (
+        fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client),
+        registry_of(own_server.url) as registry,
+        AsyncExitStack() as processes,
+    ):
+        for role, ahead_s in (("prefill", prefill_ahead_s), ("decode", -prefill_ahead_s)):
+            monkeypatch.setenv("CLOCK_SHIFT_S", str(ahead_s))
+            started = worker_process(own_server.url, role, f"{role}-x", "sim", tmp_path / role, *SLOW)
+            await processes.enter_async_context(started)
+        try:
+            await registry.wait_for(lambda cards: len(cards) == 4 and all_greeted(cards), 80)
+        except NoWorker as error:
+            raise AssertionError("\n".join((tmp_path / role).read_text() for role in ("prefill", "decode"))) from error
+        for name in ("prefill-1", "decode-1"):
+            await fleet.stop(name)
+            fleet.forget(name)
+        answer = await client.generate(prompt_of(1), timeout_s=20.0, **GREEDY)
+        assert (answer.prefill_worker, answer.decode_worker, answer.attempts) == ("prefill-x", "decode-x", 1)
+        submitted = await client.submit(prompt_of(2), max_tokens=20_000, timeout_s=2.0)
+        async with asyncio.timeout(PATIENCE_S), Bus.connect(patient(fleet.broker), "reader") as bus:
+            while (end := await ReplyInbox(bus, "reader").lookup("sim", client.name, submitted.request_id)) is None:
+                await asyncio.sleep(0.05)
+        assert end.type == "expired"
+        assert "decode" in end.phase
+        assert client.now_ns() > submitted.request.deadline_ns - TOLERANCE_NS
 
 
 async def test_another_engine_at_the_same_address_is_met_at_once_and_nobody_else_begins_anew(own_server: NatsServer) -> None:

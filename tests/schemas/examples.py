@@ -22,6 +22,7 @@ from jetwake.schemas.replies import (
 )
 from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutput
 from jetwake.schemas.routing import ConsideredLane, Explain, Explanation, Routed
+from jetwake.schemas.streamed import StreamedRequest
 from jetwake.schemas.workers import KvCompatibility, ModelCard, PrefillTiming, WorkerCard, WorkerLoad
 
 TOKENS = bytes.fromhex("0100000002000000ff7f0000")
@@ -169,6 +170,15 @@ EXAMPLES: tuple[Message, ...] = (
     Fence(request_id="req-1", attempt=2),
     Checkpoint(request_id="req-1", model="org/model-7b", attempt=2, tokens=TOKENS, text_rules=RULES, deadline_ns=1_700_000_060_000_000_001),
     CancelRequest(request_id="req-1", below_attempt=2, reason="client left"),
+    StreamedRequest(
+        request_id="req-1",
+        gateway="gateway-1",
+        model="org/model-7b",
+        tenant="acme",
+        path="/v1/chat/completions",
+        body=b'{"stream": true}',
+        rendering="0123456789abcdef",
+    ),
     DeadLetter(
         stage="prefill",
         subject="jw.prefill.p-1-i-1",
