@@ -5,6 +5,7 @@ higher attempt. Promises: a KV reference is pulled at most once (a second delive
 and its blocks are released whenever they are not pulled.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
@@ -24,7 +25,10 @@ from .block_ledger import BlockLedger
 from .continuing import Continuing
 from .engine import Engine, EngineInfo
 from .legs import leg_of
+from .pull_health import PullHealth
 from .workload import Workload
+
+log = logging.getLogger(__name__)
 
 HOLD_MARGIN_NS = 250_000_000
 """Two processes read the broker's time this well, and better."""
@@ -60,6 +64,7 @@ class DecodeConsumer:
         self._endings = Endings(publisher, terminals)
         self._ledger = ledger
         self._continuing = continuing
+        self._pulls = PullHealth()
 
     def room(self) -> int:
         return min(self._ledger.claimable(), self._work.free_slots())
@@ -88,6 +93,8 @@ class DecodeConsumer:
                 await self._release(handoff, answer, str(ending))
                 await self._endings.ended_early(request, ending)
             except (PullFailed, HandoffRefused) as error:
+                if isinstance(error, PullFailed):
+                    self._note_failed_pull(handoff)
                 await self._release(handoff, answer, str(error))
                 await self._endings.again(request, error)
 
@@ -106,7 +113,16 @@ class DecodeConsumer:
             async for output in outputs:
                 if answer.last is None:
                     self._check_kept(handoff)  # what was pulled from blocks that were free by then may be anybody's
+                    self._pulls.went_well()
                 await answer.add(output)
+
+    def _note_failed_pull(self, handoff: KvHandoff) -> None:
+        """Where transfers do not work any more the worker ends, or its free slots would attract request after request."""
+        lanes = {card.lane for card in self._alive().values() if card.role == "prefill"}
+        self._pulls.failed(f"{handoff.prefill_worker}-{handoff.prefill_incarnation}", lanes)
+        if self._pulls.broken:
+            log.error("%s: pulls fail one after the other: this engine's transfers do not work", self._card.lane)
+            self._work.engine_dead.set()
 
     def _validate(self, delivery: Delivery[KvHandoff]) -> None:
         """Raises HandoffRefused for a handoff that must not be pulled. The engine checks the block list itself."""

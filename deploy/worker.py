@@ -141,7 +141,7 @@ class Worker:
             await self._engine.ping(self._settings.stall_limit_s)
 
     async def _watch_engine(self) -> None:
-        """Raises EngineDead as soon as a request found the engine dead, or it holds work and stands still.
+        """Raises EngineDead as soon as a request found the engine dead or its transfers broken, or it holds work and stands still.
 
         While blocks wait to be pulled, legs may wait for room without being stuck: then only the ping tells.
         """

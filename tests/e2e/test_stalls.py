@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_dead_workers import SLOW, all_greeted, registry_of, worker_process
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.schemas.errors import EngineDead
+from jetwake.schemas.errors import EngineDead, RequestFailed
 
 STALLER = 249
 
@@ -86,3 +87,20 @@ async def test_a_worker_that_was_taken_for_dead_and_goes_on_does_no_harm(own_ser
         frozen.send_signal(signal.SIGTERM)
         assert await frozen.wait() == 0
         await idle(fleet)
+
+
+async def test_a_decode_worker_whose_pulls_all_fail_is_out(own_server: NatsServer) -> None:
+    """Its engine lives and answers; only its transfers do not work (no pull can end in a microsecond)."""
+    async with fleet_of(own_server.url, prefill=2, decode=1) as (fleet, client):
+        fleet.start_worker("decode", "broken", pull_timeout_s=1e-6)
+        ended = asyncio.create_task(fleet.ended("broken"))
+        number = 0
+        while not ended.done():
+            number += 1
+            with suppress(RequestFailed):  # each of its pulls costs a request one of its three faults
+                await client.generate(prompt_of(number), max_tokens=4)
+        with pytest.raises(EngineDead):
+            await ended
+        fleet.forget("broken")
+        for number in range(1000, 1020):
+            assert (await client.generate(prompt_of(number), max_tokens=4)).attempts == 1

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetwake.producers.gateway.positions import split_event_id
+
 
 @dataclass(frozen=True)
 class Event:
@@ -51,8 +53,9 @@ def check_completion(raw: str, choices: int = 1, usage: bool = False) -> Checked
 def _check(raw: str, choices: int, usage: bool, chat: bool) -> Checked:
     events = events_in(raw)
     assert events, "an empty stream"
-    ids = [int(event.id) for event in events if event.id]
+    ids = [split_event_id(event.id)[1].position for event in events if event.id]
     assert ids == sorted(set(ids)), "event ids must rise"
+    assert len({event.id.partition(":")[0] for event in events if event.id}) <= 1, "ids are of one request"
     checked = Checked()
     if events[-1].data is not None:
         checked.error = events[-1].data.get("error")

@@ -46,7 +46,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
     async with (
         NatsServer(tmp_path_factory.mktemp("nats"), sync_always=False, max_payload_bytes=1 << 20) as server,
         fleet_of(server.url, prefill=1, decode=1, **options) as (fleet, _),
-        gateway_of(server.url, keep_alive_s=KEEP_ALIVE_S, flags=flags) as gateway,
+        gateway_of(server.url, keep_alive_s=KEEP_ALIVE_S, resume_grace_s=0.2, flags=flags) as gateway,
     ):
         yield System(server, fleet, gateway)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fleet import Fleet, fleet_of
 from gateway_system import RunningGateway, gateway_of
+from node import node_packages
 from stream_checker import check_chat
 
 from jetwake.consumers.timing import FittedTiming
@@ -287,18 +288,6 @@ def _same_words(output: str) -> None:
     for name in ("answer: ", "stream: ", "job: "):
         assert name in output
         assert output.partition(name)[2].strip()
-
-
-def node_packages(folder: Path, *packages: str) -> Path:
-    """A folder where these can be imported. Skips where there is no node, or no registry to have them from."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("no node on this machine")
-    (folder / "package.json").write_text('{"private": true}')
-    reached = subprocess.run(["npm", "ping"], cwd=folder, capture_output=True, timeout=60)
-    if reached.returncode != 0:
-        pytest.skip("no npm registry is reached")
-    subprocess.run(["npm", "install", "--no-save", *packages], cwd=folder, check=True, capture_output=True, timeout=120)
-    return folder
 
 
 async def test_the_summarising_service(system: System) -> None:

@@ -47,7 +47,7 @@ def test_a_right_stream_passes(stream: str, usage: bool) -> None:
         ROLE + END + USAGE + DONE,
         ROLE + TEXT + ERROR + DONE,
         ROLE + END + ERROR,
-        "id: 2\n" + ROLE + "id: 1\n" + END + DONE,
+        "id: r:2.0.00000000\n" + ROLE + "id: r:1.0.00000000\n" + END + DONE,
     ],
 )
 def test_a_broken_stream_does_not(stream: str) -> None:
