@@ -32,6 +32,8 @@ Callback = Callable[[RawMessage], None]
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 _PUBLISH_BUFFER_BYTES = 8 << 20
+_FLUSH_FORGOTTEN_S = 3600
+"""Never, as far as nats-py is concerned: a lost connection ends the waiting."""
 
 
 class Bus:
@@ -45,6 +47,7 @@ class Bus:
         self._reconnects = Reconnects()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
+        self._flushes: set[asyncio.Task[None]] = set()
         self._last_error = "no error told"
         self._turned_away = False
         self._where = re.sub(r"//[^/@,]*@", "//", settings.url)  # passwords do not belong in error texts
@@ -220,9 +223,24 @@ class Bus:
         """The broker has seen all that was sent before."""
         if not self.connected:
             raise BrokerUnavailable(f"not connected to {self._where}")
+        # Neither a cancelled nor a late caller may end a ping: nats-py's reading loop ends for good when an answer meets a cancelled future.
+        flushing = asyncio.create_task(self._flush_client())
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flush_ended)
+        await asyncio.wait({flushing}, timeout=self.settings.request_timeout_s)
+        if not flushing.done() or flushing.cancelled():
+            raise BrokerUnavailable(f"flushing: {self._where} did not answer within {self.settings.request_timeout_s:g} s")
         with translation("flushing"):
-            for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
-                await self._client.flush(self.settings.request_timeout_s)  # pyright: ignore[reportArgumentType]
+            flushing.result()
+
+    async def _flush_client(self) -> None:
+        for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
+            await self._client.flush(_FLUSH_FORGOTTEN_S)
+
+    def _flush_ended(self, flushing: asyncio.Task[None]) -> None:
+        self._flushes.discard(flushing)
+        if not flushing.cancelled():
+            flushing.exception()  # whoever asked may be gone
 
     # -- what nats-py tells -------------------------------------------------------------------------------------------
 
@@ -255,6 +273,7 @@ class Bus:
         if not self._closing:
             logger.warning("%s: lost the connection to the broker", self.name)
         self._connected.clear()
+        self._give_up_flushes()
         self._inbox.fail_all(BrokerUnavailable("the connection was lost before the answer came"))
 
     async def _on_reconnected(self) -> None:
@@ -262,8 +281,14 @@ class Bus:
         self._connected.set()
         self._reconnects.happened()
 
+    def _give_up_flushes(self) -> None:
+        """No answer to their pings comes any more."""
+        for flushing in self._flushes:
+            flushing.cancel()
+
     async def _on_closed(self) -> None:
         self._connected.clear()
+        self._give_up_flushes()
         if not self._closed.done():
             self._closed.set_result(None)
 

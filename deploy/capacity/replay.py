@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...consumers.block_pool import PoolEvents
+from ...schemas.blocks import block_count
 from ...schemas.workers import Role, WorkerLoad
 from .replay_engine import Job
 from .replay_links import Link, Links
@@ -20,7 +21,7 @@ from .replay_router import ReplayRouter
 from .replay_sampler import Sampler
 from .replay_settings import ReplaySettings
 from .replay_worker import ReplayWorker
-from .trace import Trace, prompt_hashes
+from .trace import Trace, TraceRequest, prompt_hashes
 
 __all__ = ["Link", "ReplaySettings", "replay"]
 
@@ -220,8 +221,10 @@ class _Replay:
             worker.engine.release(job, now_s)
         record.end_s = now_s
         record.decode_worker = worker.name
-        if worker.role == "decode" and self._handoffs:
-            self._at(now_s, self._claim)
+        if worker.role == "decode":
+            worker.promised_blocks -= self._need_blocks(request)
+            if self._handoffs:
+                self._at(now_s, self._claim)
 
     # -- from prefill to decode ---------------------------------------------------------------------------------------
 
@@ -231,7 +234,8 @@ class _Replay:
             handoff = self._handoffs[0]
             request = self._trace.requests[handoff.number]
             job = Job(handoff.number, request.input_tokens, request.output_tokens, self._hashes[handoff.number])
-            taker = next((worker for worker in self._decode if worker.free_slots > 0 and worker.engine.reserve(job, now_s)), None)
+            need_blocks = self._need_blocks(request)
+            taker = next((worker for worker in self._decode if worker.may_claim(need_blocks) and worker.engine.reserve(job, now_s)), None)
             if taker is None:
                 return
             self._handoffs.popleft()
@@ -242,7 +246,12 @@ class _Replay:
             record.decode_worker = taker.name
             record.handoff_wait_s = now_s - handoff.since_s
             taker.taken += 1
+            taker.promised_blocks += need_blocks
             self._follow(taker, now_s)
+
+    def _need_blocks(self, request: TraceRequest) -> int:
+        """Prompt and whole answer."""
+        return block_count(request.input_tokens + request.output_tokens, self._settings.block_size_tokens)
 
     def _pull(self, transfer: _Transfer, now_s: float) -> None:
         link = self._settings.link

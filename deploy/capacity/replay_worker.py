@@ -36,6 +36,7 @@ class ReplayWorker:
         self.version = 0
         self.agenda_s = math.inf
         self.taken = 0
+        self.promised_blocks = 0
         self._finished = 0
         self._slots = settings.max_sequences
         self._queue: deque[Job] = deque()
@@ -60,6 +61,10 @@ class ReplayWorker:
     @property
     def free_slots(self) -> int:
         return self._slots - (self.taken - self._finished)
+
+    def may_claim(self, need_blocks: int) -> bool:
+        """As the product's decode worker (`consumers.block_ledger`): only what fits to its end, so that nobody is pushed out."""
+        return self.free_slots > 0 and self.promised_blocks + need_blocks <= self.engine.pool.num_blocks
 
     @property
     def waiting(self) -> int:

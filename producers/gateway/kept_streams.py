@@ -15,7 +15,7 @@ from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox, ReplyStream
 from ...schemas import subjects
 from ...schemas.codec import decode
-from ...schemas.errors import BusError, StreamMissing, UnknownRequest
+from ...schemas.errors import BrokerUnavailable, BusError, StreamMissing, UnknownRequest
 from ...schemas.requests import InferenceRequest
 from ...schemas.streamed import StreamedRequest
 from ...schemas.streams import OPENAI_BODIES
@@ -23,7 +23,7 @@ from .streaming import Streaming
 
 logger = logging.getLogger(__name__)
 
-FIND_TRIES, FIND_PAUSE_S = 5, 0.1
+FIND_TRIES, FIND_PAUSE_S = 4, 0.1
 """A body is stored a moment after its request."""
 
 
@@ -55,11 +55,15 @@ class KeptStreams:
 
     async def find(self, request_id: str) -> StreamedRequest:
         """Raises UnknownRequest, BusError."""
-        for _ in range(FIND_TRIES):
+        for left in reversed(range(FIND_TRIES)):
+            message = None
             try:
                 message = await last_message(self._bus, OPENAI_BODIES.name, subjects.openai_body(request_id))
             except StreamMissing:  # a broker that was restarted has lost it, and somebody makes it anew
-                message = None
+                pass
+            except BrokerUnavailable:  # the grace may be over before this client asks again
+                if not left:
+                    raise
             if message is not None:
                 return decode(message.data, StreamedRequest)
             await asyncio.sleep(FIND_PAUSE_S)

@@ -238,6 +238,7 @@ async def test_a_resumed_stream_that_is_left_is_cancelled(system: System) -> Non
 
 
 def code_of(response: httpx.Response) -> tuple[int, str]:
+    assert response.status_code < 500, response.text
     return response.status_code, response.json()["error"]["code"]
 
 
@@ -270,7 +271,7 @@ async def test_streams_that_cannot_be_resumed_have_no_ids(system: System, path: 
     assert response.status_code == 200
     assert not any(event.id for event in events_in(response.text))
     refused = await system.second.http.get(f"/v1/requests/{response.headers['x-jetwake-request-id']}/stream")
-    assert refused.status_code in (404, 409)
+    assert refused.status_code in (404, 409), refused.text
 
 
 async def test_an_attempt_that_is_refused_ends_nothing(system: System) -> None:

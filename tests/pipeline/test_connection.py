@@ -187,3 +187,18 @@ def test_facts_of_a_delivery() -> None:
 
 def test_nak_carries_its_delay() -> None:
     assert (nak(0), nak(1.5)) == (b"-NAK", b'-NAK{"delay": 1500000000}')
+
+
+async def test_a_cancelled_flush_leaves_the_connection_hearing(bus: Bus, unique: str) -> None:
+    async with Bus.connect(bus.settings, "impatient") as impatient:
+        for turns in range(8):
+            flushing = asyncio.create_task(impatient.flush())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            flushing.cancel()
+            await asyncio.wait([flushing])
+        heard: asyncio.Queue[RawMessage] = asyncio.Queue()
+        await impatient.subscribe(unique, heard.put_nowait)
+        await impatient.publish(unique, b"x")
+        async with asyncio.timeout(5):
+            assert (await heard.get()).data == b"x"
