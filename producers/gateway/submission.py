@@ -96,7 +96,7 @@ class Submitter:
             replies.close()
             self._full_text = f"the request queue is full: {error}"
             self._full_until_s = asyncio.get_running_loop().time() + self.retry_after_s
-            self._full_wait_s = max(self.retry_after_s, await self._overload.retry_after_s())
+            self.in_background(self._estimate_wait())
             raise Overloaded(self._full_text, self._full_wait_s) from error
         except BaseException:
             replies.close()
@@ -105,6 +105,10 @@ class Submitter:
             raise
         self.in_background(announce(self._publisher, request))
         return replies
+
+    async def _estimate_wait(self) -> None:
+        """For refusals from now on: this one does not wait for it, or it would come too late to be a status."""
+        self._full_wait_s = max(self.retry_after_s, await self._overload.retry_after_s())
 
     def cancel_soon(self, request_id: str) -> None:
         """Tells whoever holds the request to end it. For places that cannot wait."""
