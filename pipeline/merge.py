@@ -46,9 +46,8 @@ class ReplyMerge:
             self._wait(chunk)
             return []
         given = self._advance(chunk)
-        while not self.ended and (ready := [offset for offset in self._early if offset <= self.length_tokens]):
-            for offset in sorted(ready):
-                given += self._advance(self._early.pop(offset))
+        while ready := [offset for offset in self._early if offset <= self.length_tokens]:  # none are left once it has ended
+            given += self._advance(self._early.pop(min(ready)))
         return given
 
     def _wait(self, chunk: TokenChunk) -> None:
