@@ -96,7 +96,7 @@ async def run_batch(plan: RunPlan, broker: BrokerSettings, stopping: asyncio.Eve
         from ..producers.gateway.offline import open_offline  # imports vLLM: seconds
 
         # Its own inbox stays empty: the replies of a batch come under the batch's name.
-        submitter = Submitter(bus, publisher, ReplyInbox(bus, "batch-run"), clock, card)
+        submitter = Submitter(bus, publisher, ReplyInbox(bus, "batch-run", clock), clock, card)
         offline = await open_offline(settings, submitter)
         try:
             run = _Run(plan, bus, publisher, clock, progress)
@@ -144,7 +144,7 @@ class _Run:
             self._add_known(known)
         self._tell()
         try:
-            await self._send(checked, log, checker.endpoint, asking_for(app, self._bus, self._publisher, model, []))
+            await self._send(checked, log, checker.endpoint, asking_for(app, self._bus, self._publisher, self._clock, model, []))
         finally:
             log.close()
         log.finish()

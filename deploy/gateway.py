@@ -45,7 +45,7 @@ async def run_gateway(
             return
         keys = KeyKeeper(bus, publisher, settings.api_keys, 1 / settings.quota_replicas)
         await keys.open()
-        inbox = ReplyInbox(bus, settings.name)
+        inbox = ReplyInbox(bus, settings.name, clock)
         await inbox.start()
         submitter = Submitter(bus, publisher, inbox, clock, card, settings.retry_after_s)
 

@@ -59,7 +59,7 @@ class GatewayBatches:
             model=self._model,
             knows=frozenset(names).__contains__,
             check_body=body_check(refused_body),
-            ask_for=asking_for(app, self._bus, self._publisher, self._model, headers),
+            ask_for=asking_for(app, self._bus, self._publisher, self._clock, self._model, headers),
             scratch=scratch_folder,
             settings=self._settings,
             others=lambda: app.open_of_others,

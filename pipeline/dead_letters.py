@@ -19,6 +19,7 @@ from .connection import Bus
 from .jetstream import SEQUENCE_HEADER, stored_message, stored_messages
 from .publish import Publisher
 from .raw import RawMessage
+from .submit import store_request
 from .topology import delete_message
 
 ALL_DEAD = subjects.dead(">")
@@ -54,12 +55,7 @@ async def send_again(bus: Bus, publisher: Publisher, kept: Kept, now_ns: int, ga
     `gateway`: who shall get the replies; empty: the name that waited for them the first time.
     """
     request = again_from(kept, now_ns, gateway)
-    await publisher.store(
-        subjects.requests(request.model, request.priority_class),
-        request,
-        message_id=subjects.message_id(request.request_id, "request", request.attempt),
-        headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-    )
+    await store_request(publisher, request)
     await throw_away(bus, kept.number)
     return request
 

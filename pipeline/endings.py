@@ -14,9 +14,10 @@ from ..schemas.errors import (
     RequestSuperseded,
     WorkerLeaving,
 )
-from ..schemas.replies import Cancelled, CancelRequest, DeadLetter, Expired, Failed
+from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
+from .submit import cancel_earlier, store_request
 from .terminals import Terminals
 
 MAX_FAILURES = 3
@@ -89,18 +90,8 @@ class Endings:
             await self._give_up(tried, error)
             return
         following = tried.model_copy(update={"attempt": request.attempt + 1})
-        await self._publisher.store(
-            subjects.requests(request.model, request.priority_class),
-            following,
-            message_id=subjects.message_id(request.request_id, "request", following.attempt),
-            headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-        )
-        notice = CancelRequest(request_id=request.request_id, below_attempt=following.attempt, reason=str(error))
-        await self._publisher.store(
-            subjects.cancel(request.request_id),
-            notice,
-            message_id=subjects.message_id(request.request_id, "replace", request.attempt),
-        )
+        await store_request(self._publisher, following)
+        await cancel_earlier(self._publisher, following, str(error))
 
     async def _give_up(self, request: InferenceRequest, error: JetwakeError) -> None:
         letter = DeadLetter(

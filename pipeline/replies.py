@@ -2,11 +2,13 @@
 
 Reads `jw.replies.<gateway>.>` live and, when in doubt, what the broker kept: `jw.results.*`, `jw.answers.*` and stored replies.
 Promises: each stream gives its tokens in order, without gap or repeat, then its one terminal, and ends; a lost message delays that
-by seconds at most, because after silence, a gap or a reconnect what is kept is looked up.
+by seconds at most, because after silence, a gap or a reconnect what is kept is looked up. Of a request that nobody holds any more
+(a broker lost it) the stream ends by itself, as expired, a little after its deadline.
 """
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
@@ -14,7 +16,8 @@ from typing import Any, Self
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.errors import BusError, Undecodable
-from ..schemas.replies import AnyTerminal, Fence, Reply, TokenChunk
+from ..schemas.replies import AnyTerminal, Expired, Fence, Reply, TokenChunk
+from .clock import Clock
 from .connection import Bus, Subscription
 from .merge import ReplyMerge
 from .raw import RawMessage
@@ -23,6 +26,8 @@ from .recall import kept_replies, outcome
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 5.0
+DEADLINE_GRACE_S = 5.0
+"""How long past its deadline a request is waited for: its expiry is told by whoever holds it, if anybody does."""
 GAP_S = 0.25
 """How long a later chunk may wait for an earlier one before what is kept is looked up."""
 LOOKUPS_AT_ONCE = 32
@@ -34,8 +39,10 @@ __all__ = ["SILENCE_S", "ReplyInbox", "ReplyMerge", "ReplyStream"]
 class ReplyStream:
     """The merged replies of one request: `async for reply in stream`. It ends after the terminal, or after `close`."""
 
-    def __init__(self, inbox: "ReplyInbox", gateway: str, request_id: str, model: str, *, from_kept: bool = False) -> None:
-        """`from_kept`: begin with what is kept of the answer, for a reader that comes later."""
+    def __init__(
+        self, inbox: "ReplyInbox", gateway: str, request_id: str, model: str, *, wait_s: float = math.inf, from_kept: bool = False
+    ) -> None:
+        """`wait_s`: how long an end is waited for. `from_kept`: begin with what is kept of the answer, for a reader that comes later."""
         self.gateway = gateway
         self.request_id = request_id
         self.model = model
@@ -44,6 +51,7 @@ class ReplyStream:
         self._merge = ReplyMerge()
         self._ready: deque[TokenChunk | AnyTerminal] = deque()
         self._news = asyncio.Event()
+        self._until_s = asyncio.get_running_loop().time() + wait_s
         self._from_kept = self._in_doubt = from_kept
         self._closed = False
 
@@ -74,14 +82,19 @@ class ReplyStream:
             if self._in_doubt:
                 self._in_doubt = False
                 await self._look_up()
+                if not self._ready and self._left_s() <= 0:
+                    self.feed(Expired(request_id=self.request_id, model=self.model, attempt=1, phase="no ending was heard by its deadline"))
             else:
                 await self._wait_for_news()
         return self._ready.popleft()
 
+    def _left_s(self) -> float:
+        return self._until_s - asyncio.get_running_loop().time()
+
     async def _wait_for_news(self) -> None:
         self._news.clear()
         try:
-            async with asyncio.timeout(GAP_S if self._merge.has_gap else SILENCE_S):
+            async with asyncio.timeout(min(GAP_S if self._merge.has_gap else SILENCE_S, self._left_s())):
                 await self._news.wait()
         except TimeoutError:
             self._in_doubt = True
@@ -109,9 +122,10 @@ class ReplyStream:
 class ReplyInbox:
     """One for each gateway name. `start` before the first request is sent."""
 
-    def __init__(self, bus: Bus, gateway: str) -> None:
+    def __init__(self, bus: Bus, gateway: str, clock: Clock) -> None:
         self.gateway = gateway
         self._bus = bus
+        self._clock = clock
         self._streams: dict[str, set[ReplyStream]] = {}
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
@@ -139,16 +153,18 @@ class ReplyInbox:
         while self._background:
             await asyncio.wait(self._background)
 
-    def open(self, request_id: str, model: str) -> ReplyStream:
-        """To be called before the request is sent."""
-        return self._add(ReplyStream(self, self.gateway, request_id, model))
+    def open(self, request_id: str, model: str, deadline_ns: int = 0) -> ReplyStream:
+        """To be called before the request is sent. `deadline_ns`: in server time; 0: none."""
+        return self._add(ReplyStream(self, self.gateway, request_id, model, wait_s=self._wait_s(deadline_ns)))
 
-    async def resume(self, gateway: str, request_id: str, model: str, *, in_place_of_gateway: bool = False) -> ReplyStream:
+    async def resume(
+        self, gateway: str, request_id: str, model: str, deadline_ns: int = 0, *, in_place_of_gateway: bool = False
+    ) -> ReplyStream:
         """All replies of a request that was sent before, by whomever: what is kept of them first, then what comes. Raises BusError.
 
         `in_place_of_gateway`: for as long as this is read, requests of that gateway do not count as unread.
         """
-        stream = self._add(ReplyStream(self, gateway, request_id, model, from_kept=True))
+        stream = self._add(ReplyStream(self, gateway, request_id, model, wait_s=self._wait_s(deadline_ns), from_kept=True))
         if gateway != self.gateway:
             subscriptions: list[Subscription] = []
 
@@ -166,6 +182,9 @@ class ReplyInbox:
                 stream.close()
                 raise
         return stream
+
+    def _wait_s(self, deadline_ns: int) -> float:
+        return (deadline_ns - self._clock.now_ns()) / 1e9 + DEADLINE_GRACE_S if deadline_ns else math.inf
 
     def _add(self, stream: ReplyStream) -> ReplyStream:
         self._streams.setdefault(subjects.reply(stream.gateway, stream.request_id), set()).add(stream)

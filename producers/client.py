@@ -27,6 +27,7 @@ from ..pipeline.recall import find
 from ..pipeline.registry import ModelCatalogue
 from ..pipeline.replies import ReplyInbox, ReplyStream
 from ..pipeline.settings import BrokerSettings
+from ..pipeline.submit import cancel_request, store_request
 from ..schemas import subjects
 from ..schemas.codec import decode, encode, first_complaint
 from ..schemas.errors import (
@@ -35,11 +36,9 @@ from ..schemas.errors import (
     InvalidRequest,
     NoWorker,
     Overloaded,
-    StreamFull,
     StreamMissing,
     UnknownModel,
 )
-from ..schemas.replies import CancelRequest
 from ..schemas.requests import InferenceRequest, PriorityClass, Sampling
 from ..schemas.routing import Explain, Explanation
 from ..schemas.tokens import pack_tokens
@@ -58,7 +57,7 @@ class Submitted(Reading):
     """A request on its way. Iterate it for the pieces as they come; `answer` waits for the end."""
 
     def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream) -> None:
-        super().__init__(replies, text, client.now_ns, request.deadline_ns)
+        super().__init__(replies, text)
         self.request = request
         self._client = client
 
@@ -79,7 +78,7 @@ class Client:
         self._publisher = Publisher(bus)
         self._catalogue = ModelCatalogue(bus, self._publisher)
         self._clock = ServerClock(bus)
-        self._inbox = ReplyInbox(bus, name)
+        self._inbox = ReplyInbox(bus, name, self._clock)
         self._overload = OverloadEstimate(bus)
         self._models: dict[str, ModelCard] = {}
         self._codecs: dict[str, TextCodec] = {}
@@ -181,8 +180,8 @@ class Client:
         found = await find(self._bus, request_id)
         codec, rules = await self._codec(await self._model(found.model)), found.text_rules
         text = TextStream(codec, rules.stop, rules.include_stop_str_in_output, rules.skip_special_tokens)
-        replies = await self._inbox.resume(found.gateway, request_id, found.model)
-        return Reading(replies, text, self.now_ns, found.deadline_ns, after)
+        replies = await self._inbox.resume(found.gateway, request_id, found.model, found.deadline_ns)
+        return Reading(replies, text, after)
 
     async def stream(self, prompt: Prompt, *, after: int | None = None, **options: Any) -> AsyncIterator[Piece]:
         """`submit`, and the pieces as they come. Leaving the loop early cancels the request.
@@ -219,11 +218,7 @@ class Client:
 
     async def cancel(self, request_id: str) -> None:
         """Whoever holds the request ends it; a request that has ended already stays as it ended."""
-        await self._publisher.store(
-            subjects.cancel(request_id),
-            CancelRequest(request_id=request_id),
-            message_id=subjects.message_id(request_id, "cancel", 1),
-        )
+        await cancel_request(self._publisher, request_id)
 
     async def explain(self, prompt: Prompt | None = None, *, request_id: str = "", **options: Any) -> Explanation:
         """Why the request with this id went where it went, or where a request with this prompt would go now (nothing is sent).
@@ -244,19 +239,14 @@ class Client:
         return TextStream(codec, sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens)
 
     async def _publish(self, request: InferenceRequest, text: TextStream) -> Submitted:
-        replies = self._inbox.open(request.request_id, request.model)
+        replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
         sent_s = time.perf_counter()
         try:
-            await self._publisher.store(
-                subjects.requests(request.model, request.priority_class),
-                request,
-                message_id=subjects.message_id(request.request_id, "request", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-            )
-        except StreamFull as error:
+            await store_request(self._publisher, request)
+        except Overloaded as error:
             replies.close()
             wait_s = await self._overload.retry_after_s()
-            raise Overloaded(f"the request queue is full, try again in {wait_s:.0f} s: {error}", wait_s) from error
+            raise Overloaded(f"try again in {wait_s:.0f} s: {error}", wait_s) from error
         except BaseException:
             replies.close()
             raise

@@ -4,9 +4,8 @@ Reads a `ReplyStream`. Promises: the pieces are the answer, in order; a reader t
 the text that belongs to it.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from ..pipeline.replies import ReplyStream
@@ -14,9 +13,6 @@ from ..schemas.errors import AnswerDiverged, DeadlineExceeded, RequestCancelled,
 from ..schemas.replies import Cancelled, Expired, Failed, Finished, PositionLogprobs, TokenChunk
 from ..schemas.tokens import unpack_tokens
 from .text import TextStream
-
-LOCAL_GRACE_S = 5.0
-"""How long past its deadline a request is waited for: its expiry is told by whoever holds it."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,13 @@ class Answer:
 class Reading:
     """An answer on its way. Iterate it for the pieces as they come; `answer` waits for the end and has all of it.
 
-    `after`: pieces begin at this token offset. `deadline_ns` (server time; 0: none) bounds the waiting.
+    `after`: pieces begin at this token offset.
     """
 
-    def __init__(self, replies: ReplyStream, text: TextStream, now_ns: Callable[[], int], deadline_ns: int, after: int = 0) -> None:
+    def __init__(self, replies: ReplyStream, text: TextStream, after: int = 0) -> None:
         self.sent_s = time.perf_counter()
         self._replies = replies
         self._text = text
-        self._now_ns = now_ns
-        self._deadline_ns = deadline_ns
         self._after = after
         self._first_s: float | None = None
         self._answer: Answer | None = None
@@ -82,24 +76,17 @@ class Reading:
         return self._answer
 
     async def __aiter__(self) -> AsyncGenerator[Piece]:
-        remaining_s = (self._deadline_ns - self._now_ns()) / 1e9 + LOCAL_GRACE_S if self._deadline_ns else None
-        scope = asyncio.timeout(remaining_s)
         try:
-            async with scope:
-                async for reply in self._replies:
-                    if isinstance(reply, TokenChunk):
-                        if piece := self._piece(reply):
-                            yield piece
-                    else:
-                        if isinstance(reply, Failed) and reply.code == AnswerDiverged.code:
-                            await self.abandon()
-                        if rest := self._text.finish():
-                            yield Piece(rest, [])
-                        self._answer = self._end(reply)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded(f"no ending of {self.request_id} was heard by its deadline") from None
+            async for reply in self._replies:
+                if isinstance(reply, TokenChunk):
+                    if piece := self._piece(reply):
+                        yield piece
+                else:
+                    if isinstance(reply, Failed) and reply.code == AnswerDiverged.code:
+                        await self.abandon()
+                    if rest := self._text.finish():
+                        yield Piece(rest, [])
+                    self._answer = self._end(reply)
         finally:
             self._replies.close()
 

@@ -17,6 +17,7 @@ class StreamedRequest(Message):
     gateway: SafeToken
     model: str
     tenant: str = ""
+    deadline_ns: int = 0
     path: str
     body: bytes
     rendering: str

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
+from ...pipeline.clock import Clock
 from ...pipeline.connection import Bus
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox
@@ -109,12 +110,12 @@ def _result(batch_id: str, line: Line, request_id: str, status: int, body: bytes
 AskingFor = Callable[[BatchRecord, LineFile], AbstractAsyncContextManager[LineAsking]]
 
 
-def asking_for(app: App, bus: Bus, publisher: Publisher, model: str, headers: Headers) -> AskingFor:
+def asking_for(app: App, bus: Bus, publisher: Publisher, clock: Clock, model: str, headers: Headers) -> AskingFor:
     """How lines of a batch are asked for. `headers` go with each."""
 
     @asynccontextmanager
     async def ask_for(record: BatchRecord, source: LineFile) -> AsyncGenerator[LineAsking]:
-        inbox = ReplyInbox(bus, record.batch_id)
+        inbox = ReplyInbox(bus, record.batch_id, clock)
         await inbox.start()
         try:
             yield LineAsking(app, BatchRequests(bus, publisher, inbox), record, model, source, headers)

@@ -13,9 +13,9 @@ from ...pipeline.merge import whole
 from ...pipeline.publish import Publisher
 from ...pipeline.recall import find
 from ...pipeline.replies import ReplyInbox, ReplyStream
-from ...schemas import subjects
-from ...schemas.errors import Overloaded, StreamFull, UnknownRequest
-from ...schemas.replies import AnyTerminal, CancelRequest, Fence, TokenChunk
+from ...pipeline.submit import cancel_earlier, cancel_request, store_request
+from ...schemas.errors import Overloaded, UnknownRequest
+from ...schemas.replies import AnyTerminal, Fence, TokenChunk
 from ...schemas.requests import InferenceRequest
 from ..batches.running import patiently
 from .exchange import Replies
@@ -76,14 +76,13 @@ class BatchRequests:
         """All requests of a line, of which there are `count`."""
         for number in range(count):
             one = request_id if number == 0 else f"{request_id}-{number}"
-            notice = CancelRequest(request_id=one, reason="its batch was cancelled, or its time is over")
-            await self._publisher.store(subjects.cancel(one), notice, message_id=subjects.message_id(one, "cancel", 1))
+            await cancel_request(self._publisher, one, "its batch was cancelled, or its time is over")
 
     async def _first(self, request: InferenceRequest, sending: Sending) -> ReplyStream:
-        replies = self._inbox.open(request.request_id, request.model)
+        replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
         try:
             sending.unsure = True
-            await self._store(request)
+            await store_request(self._publisher, request)
         except Overloaded:
             sending.unsure = False
             replies.close()
@@ -96,18 +95,14 @@ class BatchRequests:
 
     async def _again(self, request: InferenceRequest) -> ReplyStream:
         """Listening before looking, so that nothing falls between."""
-        replies = await self._inbox.resume(request.gateway, request.request_id, request.model)
+        replies = await self._inbox.resume(request.gateway, request.request_id, request.model, request.deadline_ns)
         try:
             ending = await self._inbox.outcome(request.model, request.gateway, request.request_id)
             if isinstance(ending, Fence) or (ending is None and not await self._is_known(request.request_id)):
                 # Nothing says that an attempt is on its way, or which: a fence may be all that its sender got to.
                 later = request.model_copy(update={"attempt": (ending.attempt if ending is not None else 1) + 1})
-                await self._store(later)
-                notice = CancelRequest(
-                    request_id=request.request_id, below_attempt=later.attempt, reason="whoever runs its batch asks again"
-                )
-                message_id = subjects.message_id(request.request_id, "replace", later.attempt - 1)
-                await self._publisher.store(subjects.cancel(request.request_id), notice, message_id=message_id)
+                await store_request(self._publisher, later)
+                await cancel_earlier(self._publisher, later, "whoever runs its batch asks again")
                 await announce(self._publisher, later)
         except BaseException:
             replies.close()
@@ -121,14 +116,3 @@ class BatchRequests:
         except UnknownRequest:
             return False
         return True
-
-    async def _store(self, request: InferenceRequest) -> None:
-        try:
-            await self._publisher.store(
-                subjects.requests(request.model, request.priority_class),
-                request,
-                message_id=subjects.message_id(request.request_id, "request", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-            )
-        except StreamFull as error:
-            raise Overloaded(f"the request queue is full: {error}") from error

@@ -10,9 +10,9 @@ from ...pipeline.connection import Bus
 from ...pipeline.jetstream import last_message
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox, ReplyStream
+from ...pipeline.submit import cancel_request, store_request
 from ...schemas import subjects
-from ...schemas.errors import Overloaded, SequenceConflict, StreamFull
-from ...schemas.replies import CancelRequest
+from ...schemas.errors import SequenceConflict
 from ...schemas.requests import InferenceRequest
 from ...schemas.streams import DUPLICATE_WINDOW_S, OPENAI_RESULTS
 from .job import Job, Result
@@ -39,9 +39,9 @@ class JobRequests:
         if not known and job.deliveries > 1:
             known = await self._inbox.lookup(request.model, subjects.JOBS, request.request_id) is not None
         if not known:
-            await self._send(self._attempt(job, request))
+            await store_request(self._publisher, self._attempt(job, request))
             await self._publisher.store_bytes(accepted, b"", message_id=f"{request.request_id}:accepted")
-        return await self._inbox.resume(subjects.JOBS, request.request_id, request.model)
+        return await self._inbox.resume(subjects.JOBS, request.request_id, request.model, request.deadline_ns)
 
     def _attempt(self, job: Job, request: InferenceRequest) -> InferenceRequest:
         """A gateway may have ended between sending a request and noting that."""
@@ -49,26 +49,11 @@ class JobRequests:
             return request.model_copy(update={"attempt": 2})
         return request
 
-    async def _send(self, request: InferenceRequest) -> None:
-        try:
-            await self._publisher.store(
-                subjects.requests(request.model, request.priority_class),
-                request,
-                message_id=subjects.message_id(request.request_id, "request", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-            )
-        except StreamFull as error:
-            raise Overloaded(f"the request queue is full: {error}") from error
-
     async def cancel(self, job: Job, count: int) -> None:
         """All of its requests, of which there are `count`."""
         for number in range(count):
             request_id = job.id if number == 0 else f"{job.id}-{number}"
-            await self._publisher.store(
-                subjects.cancel(request_id),
-                CancelRequest(request_id=request_id, reason="its job was cancelled"),
-                message_id=subjects.message_id(request_id, "cancel", 1),
-            )
+            await cancel_request(self._publisher, request_id, "its job was cancelled")
 
     async def keep(self, job: Job, result: Result) -> bool:
         """Whether this is now the result of the job: the first one is."""

@@ -44,6 +44,7 @@ class KeptStreams:
             gateway=request.gateway,
             model=request.model,
             tenant=request.tenant,
+            deadline_ns=request.deadline_ns,
             path=streaming.path,
             body=streaming.body,
             rendering=self.rendering,
@@ -75,7 +76,7 @@ class KeptStreams:
 
     async def read_again(self, record: StreamedRequest) -> ReplyStream:
         """All replies, whoever is meant to get them. Raises BusError."""
-        return await self._inbox.resume(record.gateway, record.request_id, record.model, in_place_of_gateway=True)
+        return await self._inbox.resume(record.gateway, record.request_id, record.model, record.deadline_ns, in_place_of_gateway=True)
 
     async def end_unless_taken_up(self, request_id: str, reader: str, end: Callable[[], None]) -> None:
         """For a reader that has gone: calls `end` when the grace is over and there is no other."""

@@ -14,10 +14,9 @@ from ...pipeline.clock import ServerClock
 from ...pipeline.connection import Bus
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox, ReplyStream
-from ...schemas import subjects
+from ...pipeline.submit import cancel_request, store_request
 from ...schemas.codec import encode
-from ...schemas.errors import BrokerUnavailable, BusError, JetwakeError, Overloaded, PayloadTooLarge, StreamFull
-from ...schemas.replies import CancelRequest
+from ...schemas.errors import BrokerUnavailable, BusError, JetwakeError, Overloaded, PayloadTooLarge
 from ...schemas.requests import InferenceRequest
 from ...schemas.workers import ModelCard
 from ..admission import admit
@@ -84,17 +83,12 @@ class Submitter:
 
     async def submit(self, request: InferenceRequest) -> ReplyStream:
         """Its replies. Raises Overloaded and BusErrors; the caller has called `check`."""
-        replies = self._inbox.open(request.request_id, request.model)
+        replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
         try:
-            await self._publisher.store(
-                subjects.requests(request.model, request.priority_class),
-                request,
-                message_id=subjects.message_id(request.request_id, "request", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
-            )
-        except StreamFull as error:
+            await store_request(self._publisher, request)
+        except Overloaded as error:
             replies.close()
-            self._full_text = f"the request queue is full: {error}"
+            self._full_text = str(error)
             self._full_until_s = asyncio.get_running_loop().time() + self.retry_after_s
             self.in_background(self._estimate_wait())
             raise Overloaded(self._full_text, self._full_wait_s) from error
@@ -126,10 +120,6 @@ class Submitter:
 
     async def _cancel(self, request_id: str) -> None:
         try:
-            await self._publisher.store(
-                subjects.cancel(request_id),
-                CancelRequest(request_id=request_id, reason="the client is gone, or has what it wanted"),
-                message_id=subjects.message_id(request_id, "cancel", 1),
-            )
+            await cancel_request(self._publisher, request_id, "the client is gone, or has what it wanted")
         except BusError as error:
             logger.warning("%s was not cancelled and runs on: %s", request_id, error)

@@ -15,6 +15,7 @@ from test_dead_workers import SLOW, all_greeted, registry_of, worker_process
 from jetwake.consumers.simulated_settings import SimulatedSettings
 from jetwake.deploy.chaos.expected import simulated_answer
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
@@ -158,7 +159,7 @@ async def test_clocks_that_differ_by_two_hours_change_no_deadline(
         assert (answer.prefill_worker, answer.decode_worker, answer.attempts) == ("prefill-x", "decode-x", 1)
         submitted = await client.submit(prompt_of(2), max_tokens=20_000, timeout_s=2.0)
         async with asyncio.timeout(PATIENCE_S), Bus.connect(patient(fleet.broker), "reader") as bus:
-            while (end := await ReplyInbox(bus, "reader").lookup("sim", client.name, submitted.request_id)) is None:
+            while (end := await ReplyInbox(bus, "reader", WallClock()).lookup("sim", client.name, submitted.request_id)) is None:
                 await asyncio.sleep(0.05)
         assert end.type == "expired"
         assert "decode" in end.phase

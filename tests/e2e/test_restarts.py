@@ -7,6 +7,7 @@ from operations import idle, patient, prompt_of, until
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.replies import ReplyInbox
 from jetwake.producers.client import Client, Submitted
@@ -24,7 +25,7 @@ async def test_requests_of_clients_that_are_gone_are_not_run_after_a_restart_pas
     await own_server.restart()
     async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client):
         async with asyncio.timeout(30), Bus.connect(patient(fleet.broker), "reader") as bus:
-            inbox = ReplyInbox(bus, name)
+            inbox = ReplyInbox(bus, name, WallClock())
             for each in submitted:
                 while (end := await inbox.lookup("sim", name, each.request_id)) is None:
                     await asyncio.sleep(0.05)
@@ -41,7 +42,7 @@ async def test_requests_of_a_client_that_died_are_cancelled_where_they_ask_for_i
             kept = await mortal.submit(prompt_of(2), max_tokens=30_000)
             await until(lambda: fleet.engines["decode-1"].stats().running_requests == 2)
         async with asyncio.timeout(30), Bus.connect(patient(fleet.broker), "reader") as bus:
-            inbox = ReplyInbox(bus, "reader")
+            inbox = ReplyInbox(bus, "reader", WallClock())
             while (end := await inbox.lookup("sim", mortal.name, unread.request_id)) is None:
                 await asyncio.sleep(0.05)
             assert end.type == "cancelled"
@@ -60,7 +61,7 @@ async def test_a_cancel_is_known_to_processes_that_start_after_it(own_server: Na
         fleet.start_router("router-2")
         assert (await client.generate(prompt_of(2), max_tokens=5)).finish_reason == "length"
         async with asyncio.timeout(20), Bus.connect(patient(fleet.broker), "reader") as bus:
-            while (end := await ReplyInbox(bus, "reader").lookup("sim", client.name, submitted.request_id)) is None:
+            while (end := await ReplyInbox(bus, "reader", WallClock()).lookup("sim", client.name, submitted.request_id)) is None:
                 await asyncio.sleep(0.05)
         assert end.type == "cancelled"
         assert drawn(fleet) - before == 5

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.raw import RawMessage
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
-from jetwake.pipeline.topology import ensure_topology
+from jetwake.pipeline.topology import ensure_topology, purge
 from jetwake.schemas.codec import decode
 from jetwake.schemas.replies import Finished, Reply
+from jetwake.schemas.streams import REQUESTS
 from jetwake.schemas.subjects import CANCELS, last_token, replies_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
@@ -229,21 +231,29 @@ async def test_metrics_and_health_are_on_the_admin_port(gateway: RunningGateway)
 # ------------------------------------------------------------------------------------------------------- waiting and leaving
 
 
+@asynccontextmanager
+async def kept_waiting(system: System, **options: Any) -> AsyncGenerator[AsyncIterator[str]]:
+    """What comes of a streamed chat. Leaving it leaves the request."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, **options}
+    async with system.gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        yield response.aiter_text()
+
+
 async def test_a_waiting_stream_is_kept_alive_and_then_served(system: System) -> None:
     await system.fleet.stop("router-1")
-    asked = asyncio.create_task(system.gateway.chat(MODEL, stream=True))
-    await asyncio.sleep(5 * KEEP_ALIVE_S)
-    system.fleet.start_router()
-    response = await asked
-    assert response.text.startswith(": keep-alive\n\n")
-    check_chat(response.text)
+    async with kept_waiting(system) as lines:
+        raw = ""
+        while raw.count(": keep-alive\n\n") < 5:
+            raw += await anext(lines)
+        assert not raw.replace(": keep-alive\n\n", "")
+        system.fleet.start_router()
+        raw += "".join([text async for text in lines])
+    check_chat(raw)
 
 
 async def test_a_failure_after_the_first_byte_is_the_last_event(system: System) -> None:
     await system.fleet.stop("router-1")
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, "bad_words": ["x"]}
-    async with system.gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        lines = response.aiter_text()
+    async with kept_waiting(system, bad_words=["x"]) as lines:
         raw = await anext(lines)
         assert raw.startswith(": keep-alive")
         system.fleet.start_router()
@@ -254,27 +264,45 @@ async def test_a_failure_after_the_first_byte_is_the_last_event(system: System) 
     assert not checked.finish_reasons
 
 
+async def requests_stored(bus: Bus) -> "asyncio.Queue[str]":
+    """The subjects of those that come from now on."""
+    stored: asyncio.Queue[str] = asyncio.Queue()
+    await bus.subscribe("jw.requests.>", lambda message: stored.put_nowait(message.subject))
+    await bus.flush()
+    return stored
+
+
+async def test_a_request_that_the_broker_lost_ends_a_little_after_its_deadline(system: System) -> None:
+    """Nobody holds it any more, so nobody could tell of its end."""
+    await system.fleet.stop("router-1")
+    async with (
+        gateway_of(system.server.url, name="gateway-l", model=MODEL, request_timeout_s=0.5) as short,
+        Bus.connect(BrokerSettings(url=system.server.url), "operator") as bus,
+    ):
+        stored = await requests_stored(bus)
+        asked = asyncio.create_task(short.chat(MODEL))
+        await asyncio.wait_for(stored.get(), 10)
+        await purge(bus, REQUESTS.name, "jw.requests.>")
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    system.fleet.start_router()
+    assert (await system.gateway.chat(MODEL)).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_cancels(system: System, stream: bool) -> None:
     await system.fleet.stop("router-1")
     cancelled: asyncio.Queue[str] = asyncio.Queue()
-    stored: asyncio.Queue[str] = asyncio.Queue()
-
-    def note(queue: "asyncio.Queue[str]") -> Any:
-        def take(message: RawMessage) -> None:
-            queue.put_nowait(message.subject)
-
-        return take
-
     async with Bus.connect(BrokerSettings(url=system.server.url), "listener") as bus:
-        await bus.subscribe(CANCELS, note(cancelled))
-        await bus.subscribe("jw.requests.>", note(stored))
-        await bus.flush()
-        asked = asyncio.create_task(system.gateway.chat(MODEL, stream=stream))
-        await asyncio.wait_for(stored.get(), 10)
+        await bus.subscribe(CANCELS, lambda message: cancelled.put_nowait(message.subject))
+        stored = await requests_stored(bus)
         if stream:
-            await asyncio.sleep(2 * KEEP_ALIVE_S)
-        asked.cancel()
+            async with kept_waiting(system) as lines:
+                assert await anext(lines) == ": keep-alive\n\n"
+        else:
+            asked = asyncio.create_task(system.gateway.chat(MODEL))
+            await asyncio.wait_for(stored.get(), 10)
+            asked.cancel()
         subject = await asyncio.wait_for(cancelled.get(), 10)
         assert len(last_token(subject)) == 32
     system.fleet.start_router()
@@ -285,8 +313,9 @@ async def test_a_full_queue_is_429_with_retry_after(system: System) -> None:
     await system.fleet.stop("router-1")
     async with Bus.connect(BrokerSettings(url=system.server.url), "operator") as bus:
         await ensure_topology(bus, TopologySettings(max_requests=1))
+        stored = await requests_stored(bus)
         waiting = asyncio.create_task(system.gateway.chat(MODEL, stream=True))
-        await asyncio.sleep(2 * KEEP_ALIVE_S)
+        await asyncio.wait_for(stored.get(), 10)
         for stream in (True, False):
             refused = await system.gateway.chat(MODEL, stream=stream)
             assert refused.status_code == 429, refused.text

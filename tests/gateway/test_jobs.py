@@ -13,7 +13,7 @@ from nats_apps import TOKENS, AskingApp, EchoApp
 from jetwake.consumers.timing import FittedTiming
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.catalogue import ModelCatalogue
-from jetwake.pipeline.clock import ServerClock, timestamp_ns
+from jetwake.pipeline.clock import ServerClock, WallClock, timestamp_ns
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.jetstream import api, last_message, stored_messages
 from jetwake.pipeline.publish import Publisher
@@ -73,7 +73,7 @@ async def desk(own_server: NatsServer) -> AsyncIterator[Desk]:
 @asynccontextmanager
 async def gateway(url: str, *names: str, app: EchoApp | None = None, known_for_s: float = 60.0) -> AsyncIterator[EchoApp]:
     async with Bus.connect(BrokerSettings(url=url), "gateway") as bus:
-        app, clock, inbox = app or EchoApp(), ServerClock(bus), ReplyInbox(bus, "gateway")
+        app, clock, inbox = app or EchoApp(), ServerClock(bus), ReplyInbox(bus, "gateway", WallClock())
         await clock.sync()
         settings = JobSettings("gateway", 8, 3600.0, known_for_s)
         jobs = Jobs(bus, Publisher(bus), clock, inbox, app, names or ("m",), settings)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
@@ -64,7 +65,7 @@ async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
 
 
 def kept_streams(bus: Bus, inbox: ReplyInbox | None = None) -> KeptStreams:
-    kept = KeptStreams(bus, Publisher(bus), inbox or ReplyInbox(bus, "gateway-2"), grace_s=0.2)
+    kept = KeptStreams(bus, Publisher(bus), inbox or ReplyInbox(bus, "gateway-2", WallClock()), grace_s=0.2)
     kept.rendering = "same"
     return kept
 
@@ -101,7 +102,7 @@ async def test_the_last_reader_decides(bus: Bus) -> None:
 
 
 async def test_whoever_reads_in_place_of_a_gateway_is_its_reader(bus: Bus) -> None:
-    inbox = ReplyInbox(bus, "gateway-2")
+    inbox = ReplyInbox(bus, "gateway-2", WallClock())
     await inbox.start()
     kept = kept_streams(bus, inbox)
     await kept.keep(REQUEST, Streaming(PATH, b"{}", by_token=False))

@@ -73,7 +73,7 @@ async def test_being_moved_is_no_fault_however_often(listener: Listener) -> None
 
 async def test_the_third_fault_is_the_end(listener: Listener, bus: Bus, unique: str) -> None:
     assert await listener.after(*[(EngineDead("x"), f"w{number}") for number in range(3)]) is None
-    end = await ReplyInbox(bus, unique).lookup(unique, unique, unique)
+    end = await ReplyInbox(bus, unique, WallClock()).lookup(unique, unique, unique)
     assert end is not None
     assert end.type == "failed"
     [kept] = [kept for kept in await dead_letters(bus) if kept.letter.request_id == unique]

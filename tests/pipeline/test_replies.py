@@ -19,7 +19,7 @@ from jetwake.pipeline.settings import BrokerSettings
 from jetwake.pipeline.terminals import Terminals
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import encode
-from jetwake.schemas.replies import AnyTerminal, Failed, Finished, PositionLogprobs, TokenChunk
+from jetwake.schemas.replies import AnyTerminal, Expired, Failed, Finished, PositionLogprobs, TokenChunk
 from jetwake.schemas.requests import InferenceRequest
 from jetwake.schemas.tokens import pack_tokens, unpack_tokens
 
@@ -135,14 +135,14 @@ async def read_all(stream: ReplyStream, timeout_s: float = 30.0) -> list[TokenCh
         return [reply async for reply in stream]
 
 
-async def opened(bus: Bus, gateway: str, request_id: str = "r1") -> tuple[ReplyStream, InferenceRequest]:
-    inbox = ReplyInbox(bus, gateway)
+async def opened(bus: Bus, gateway: str, request_id: str = "r1", deadline_ns: int = 0) -> tuple[ReplyStream, InferenceRequest]:
+    inbox = ReplyInbox(bus, gateway, WallClock())
     await inbox.start()
-    return inbox.open(request_id, "tiny"), request(request_id, gateway)
+    return inbox.open(request_id, "tiny", deadline_ns), request(request_id, gateway)
 
 
 async def test_live_replies_reach_their_own_waiter(bus: Bus, publisher: Publisher, unique: str) -> None:
-    inbox = ReplyInbox(bus, unique)
+    inbox = ReplyInbox(bus, unique, WallClock())
     await inbox.start()
     streams = {request_id: inbox.open(request_id, "tiny") for request_id in ("a", "b", "c")}
     terminals = Terminals(bus, publisher, WallClock())
@@ -190,6 +190,24 @@ async def test_a_reply_that_cannot_be_read_does_not_hang_the_waiter(bus: Bus, pu
     assert seen(await read_all(stream, timeout_s=replies.SILENCE_S - 1)) == [5]
 
 
+def long_over() -> int:
+    """A deadline whose grace is over in a moment."""
+    return WallClock().now_ns() - int((replies.DEADLINE_GRACE_S - 0.2) * 1e9)
+
+
+async def test_what_nobody_holds_any_more_ends_as_expired(bus: Bus, unique: str) -> None:
+    stream, _ = await opened(bus, unique, deadline_ns=long_over())
+    [last] = await read_all(stream)
+    assert isinstance(last, Expired)
+
+
+async def test_an_end_that_is_stored_counts_whenever_it_is_found(bus: Bus, publisher: Publisher, unique: str) -> None:
+    stream, asked = await opened(bus, unique, deadline_ns=long_over())
+    subject = subjects.result(asked.model, asked.gateway, asked.request_id)
+    await publisher.store(subject, finished(1, 2), message_id=f"{unique}:x", first_only=True)
+    assert seen(await read_all(stream)) == [1, 2]
+
+
 async def test_closing_ends_the_waiting(bus: Bus, unique: str) -> None:
     stream, _ = await opened(bus, unique)
     reading = asyncio.create_task(read_all(stream))
@@ -199,7 +217,7 @@ async def test_closing_ends_the_waiting(bus: Bus, unique: str) -> None:
 
 
 async def test_closing_the_inbox_ends_every_stream(bus: Bus, unique: str) -> None:
-    inbox = ReplyInbox(bus, unique)
+    inbox = ReplyInbox(bus, unique, WallClock())
     await inbox.start()
     streams = [inbox.open("r1", "tiny"), inbox.open("r1", "tiny"), inbox.open("r2", "tiny")]
     await inbox.close()
@@ -208,4 +226,4 @@ async def test_closing_the_inbox_ends_every_stream(bus: Bus, unique: str) -> Non
 
 
 async def test_lookup_of_a_request_that_is_not_over_says_so(bus: Bus, unique: str) -> None:
-    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "nobody") is None
+    assert await ReplyInbox(bus, unique, WallClock()).lookup("tiny", unique, "nobody") is None

@@ -52,14 +52,14 @@ async def test_only_the_winner_is_heard_live(bus: Bus, publisher: Publisher, uni
 
 async def test_an_answer_too_large_loses_its_logprobs_first(bus: Bus, publisher: Publisher, unique: str) -> None:
     await Terminals(bus, publisher, WallClock()).end(request(gateway=unique), finished(tokens=9, positions=40_000))
-    end = await ReplyInbox(bus, unique).lookup("tiny", unique, "r1")
+    end = await ReplyInbox(bus, unique, WallClock()).lookup("tiny", unique, "r1")
     assert isinstance(end, Finished)
     assert (len(end.tokens), end.logprobs) == (36, [])
 
 
 async def test_an_answer_too_large_for_any_message_becomes_a_failure(bus: Bus, publisher: Publisher, unique: str) -> None:
     await Terminals(bus, publisher, WallClock()).end(request(gateway=unique), finished(tokens=3_000_000))
-    end = await ReplyInbox(bus, unique).lookup("tiny", unique, "r1")
+    end = await ReplyInbox(bus, unique, WallClock()).lookup("tiny", unique, "r1")
     assert isinstance(end, Failed)
     assert end.code == "payload_too_large"
 
@@ -75,11 +75,11 @@ async def test_a_fence_decides_who_may_end_a_request(bus: Bus, publisher: Publis
         await Terminals(bus, publisher, WallClock()).fence(second)
     assert await terminals.fence(third) == 2
     assert not await terminals.end(second, finished())
-    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "r1") is None
+    assert await ReplyInbox(bus, unique, WallClock()).lookup("tiny", unique, "r1") is None
     assert await terminals.end(third, finished())
     with pytest.raises(RequestSuperseded):
         await terminals.fence(third.model_copy(update={"attempt": 4}))
-    assert await ReplyInbox(bus, unique).lookup("tiny", unique, "r1") is not None
+    assert await ReplyInbox(bus, unique, WallClock()).lookup("tiny", unique, "r1") is not None
 
 
 async def test_a_fence_and_an_end_at_the_same_time(bus: Bus, publisher: Publisher, unique: str) -> None:

@@ -175,6 +175,7 @@ EXAMPLES: tuple[Message, ...] = (
         gateway="gateway-1",
         model="org/model-7b",
         tenant="acme",
+        deadline_ns=12,
         path="/v1/chat/completions",
         body=b'{"stream": true}',
         rendering="0123456789abcdef",
