@@ -5,13 +5,10 @@ Reads `jw.requests.<model>.<class>`, worker cards, `jw.load.<worker>` and what o
 job is stored, or its terminal is.
 """
 
-import asyncio
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.clock import ServerClock
@@ -32,11 +29,11 @@ from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
 from .batch_share import IDLE_S, LATELY_S, decode_has_room, startable
 from .fleet import Candidate, Fleet
-from .holding import Waiting, plan
 from .lane_ledger import Booking, LaneLedger
 from .policies import Decision, KvAware, Policy, Query, describe
 from .prefix_index import PrefixIndex
 from .silent_workers import SilenceAlarm
+from .waiting_room import Case, Turn, WaitingRoom
 
 log = logging.getLogger(__name__)
 
@@ -46,41 +43,6 @@ HOLD_S = 1.0
 """How long full queues are believed to be full when no worker says that it took something."""
 INTERACTIVE_PER_BATCH = 16
 """The small share of batch: one request for so many interactive ones, even when no worker is free."""
-
-
-LEAST_PAUSE_S = 0.001
-"""Between two looks at the requests that are kept for want of a free worker."""
-MATCH_HOLDS_S = 0.02
-"""How long what was found in the index for a kept request is believed."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One request with all that a policy decides on. `looked_s`: when `query` was made."""
-
-    request: InferenceRequest
-    hashes: list[int]
-    query: Query
-    choice: tuple[Candidate, ...]
-    looked_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A decision that is booked already."""
-
-    case: _Case
-    decision: Decision
-    booking: Booking
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A request that waits for `_plan` to say that it goes."""
-
-    case: _Case
-    waiting: Waiting
-    turn: "asyncio.Future[_Turn]"
 
 
 class Router:
@@ -121,11 +83,12 @@ class Router:
         self._session_lanes: OrderedDict[str, str] = OrderedDict()
         self._last_fetched: OrderedDict[str, int] = OrderedDict()
         self._full_until_s: dict[str, float] = {}
-        self._kept: list[_Kept] = []
-        self._planning: asyncio.TimerHandle | None = None
         self._models: dict[str, ModelCard] = {}
-        self._decisions: OrderedDict[str, tuple[_Case, Decision, tuple[str, int]]] = OrderedDict()
+        self._decisions: OrderedDict[str, tuple[Case, Decision, tuple[str, int]]] = OrderedDict()
         self.on_idle: Callable[[], None] = lambda: None  # called when a worker may have room for batch
+        self._waiting_room = (
+            WaitingRoom(policy, index, self._candidates, self._book, self._ledger.withdraw) if isinstance(policy, KvAware) else None
+        )
         registry.on_change(self._forget_the_dead)
 
     async def listen(self, bus: Bus) -> None:
@@ -216,9 +179,9 @@ class Router:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _case(self, request: InferenceRequest, card: ModelCard) -> _Case:
+    def _case(self, request: InferenceRequest, card: ModelCard) -> Case:
         """Raises NoWorker when nobody can take it now: the request stays in its queue."""
-        choice = self._fleet.candidates(request.model, self._registry.workers, direct=self._direct)
+        choice = self._candidates(request.model)
         if not choice:
             raise NoWorker(f"no worker for {request.model} is ready with a compatible peer")
         if request.failed_workers:
@@ -232,12 +195,19 @@ class Router:
             self._index.match(hashes, time.monotonic()),
             self._session_lanes.get(session_key(request), ""),
         )
-        return _Case(request, hashes, query, choice, time.monotonic())
+        return Case(request, hashes, query, choice, time.monotonic())
 
-    async def _route(self, case: _Case) -> None:
+    def _candidates(self, model: str) -> tuple[Candidate, ...]:
+        return self._fleet.candidates(model, self._registry.workers, direct=self._direct)
+
+    async def _route(self, case: Case) -> None:
         turn = await self._turn(case)
-        self._in_flight.check(case.request, "routing")
         case, decision, booking = turn.case, turn.decision, turn.booking
+        try:
+            self._in_flight.check(case.request, "routing")  # again: it may have been kept
+        except RequestEnded:
+            self._ledger.withdraw(booking)
+            raise
         choice = case.choice
         while True:
             try:
@@ -254,79 +224,21 @@ class Router:
         self._full_until_s[case.request.model] = time.monotonic() + HOLD_S
         raise Overloaded(f"the queues of all workers for {case.request.model} are full")
 
-    async def _turn(self, case: _Case) -> _Turn:
+    async def _turn(self, case: Case) -> Turn:
         """At once, or when the policy that keeps requests back lets this one go."""
-        if not isinstance(self._policy, KvAware):
-            decision = self._policy.choose(case.choice, case.query, time.monotonic())
-            return _Turn(case, decision, self._book(case, decision))
-        waiting = Waiting(case.query, time.monotonic(), case.request.failed_workers)
-        kept = _Kept(case, waiting, asyncio.get_running_loop().create_future())
-        self._kept.append(kept)
-        self._plan_soon(0.0)
-        try:
-            return await kept.turn
-        except asyncio.CancelledError:
-            if kept.turn.done() and not kept.turn.cancelled() and kept.turn.exception() is None:
-                self._ledger.withdraw(kept.turn.result().booking)
-            raise
-        finally:
-            if kept in self._kept:
-                self._kept.remove(kept)
+        if self._waiting_room is not None:
+            return await self._waiting_room.turn(case)
+        decision = self._policy.choose(case.choice, case.query, time.monotonic())
+        return Turn(case, decision, self._book(case, decision))
 
-    def _plan_soon(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        at_s = loop.time() + delay_s
-        if self._planning is not None and not self._planning.cancelled():
-            if self._planning.when() <= at_s:
-                return
-            self._planning.cancel()
-        self._planning = loop.call_at(at_s, self._plan)
-
-    def _plan(self) -> None:
-        """Lets go what can go. What it decides is booked before anything else is decided."""
-        self._planning = None
-        now_s, look_again_s = time.monotonic(), math.inf
-        for model in {kept.case.request.model for kept in self._kept}:
-            of_model = [kept for kept in self._kept if kept.case.request.model == model]
-            try:
-                look_again_s = min(look_again_s, self._plan_model(model, of_model, now_s))
-            except Exception as error:  # noqa: BLE001  it is raised where it belongs: in the handlers of those who wait for this plan
-                for kept in of_model:
-                    if not kept.turn.done():
-                        kept.turn.set_exception(error)
-        self._kept = [kept for kept in self._kept if not kept.turn.done()]
-        if self._kept and look_again_s < math.inf:
-            self._plan_soon(max(look_again_s - now_s, LEAST_PAUSE_S))
-
-    def _plan_model(self, model: str, of_model: list[_Kept], now_s: float) -> float:
-        """Returns when to look again."""
-        assert isinstance(self._policy, KvAware)
-        candidates = self._fleet.candidates(model, self._registry.workers, direct=self._direct)
-        if not candidates:
-            raise NoWorker(f"no worker for {model} is ready with a compatible peer")
-        kept_of: dict[Waiting, _Kept] = {}
-        for kept in of_model:
-            if now_s - kept.case.looked_s > MATCH_HOLDS_S:
-                query = replace(kept.case.query, matched_blocks=self._index.match(kept.case.hashes, now_s))
-                kept.case = replace(kept.case, query=query, looked_s=now_s)
-                kept.waiting.query = query
-            kept_of[kept.waiting] = kept
-        made = plan(self._policy, list(kept_of), candidates, now_s)
-        for waiting, decision in made.sends:
-            kept = kept_of[waiting]
-            if not kept.turn.done():  # else it was cancelled
-                case = replace(kept.case, choice=candidates)
-                kept.turn.set_result(_Turn(case, decision, self._book(case, decision)))
-        return made.look_again_s
-
-    def _book(self, case: _Case, decision: Decision) -> Booking:
+    def _book(self, case: Case, decision: Decision) -> Booking:
         lane = decision.lane
         chosen = next(candidate for candidate in case.choice if candidate.lane == lane)
         booking = self._ledger.book(case.request.request_id, lane, chosen.prefill_s(case.query))
         self._index.predict(lane, case.hashes, time.monotonic())
         return booking
 
-    async def _send(self, case: _Case, decision: Decision, booking: Booking) -> int:
+    async def _send(self, case: Case, decision: Decision, booking: Booking) -> int:
         """The job's place in its queue. It is booked and predicted: decisions made meanwhile count it."""
         request, lane = case.request, decision.lane
         job = PrefillJob(
@@ -358,7 +270,7 @@ class Router:
         await self._publisher.send(subjects.routed(self._name), routed)
         return stored.sequence
 
-    def _remember(self, case: _Case, decision: Decision, sequence: int) -> None:
+    def _remember(self, case: Case, decision: Decision, sequence: int) -> None:
         self._decisions.pop(case.request.request_id, None)
         self._decisions[case.request.request_id] = (case, decision, (decision.lane, sequence))
         if len(self._decisions) > REMEMBERED_DECISIONS:
@@ -369,7 +281,7 @@ class Router:
             if len(self._session_lanes) > REMEMBERED_DECISIONS:
                 self._session_lanes.popitem(last=False)
 
-    def _explanation(self, case: _Case, decision: Decision) -> Explanation:
+    def _explanation(self, case: Case, decision: Decision) -> Explanation:
         by_score = sorted(case.choice, key=lambda candidate: decision.scores.get(candidate.lane, float("inf")))
         return Explanation(
             router=self._name,
@@ -412,8 +324,8 @@ class Router:
         self._fleet.loaded(lane, load, time.monotonic())
         self._alarm.look(lane, load)
         self._ledger.fetched(lane, load.fetched_sequence)
-        if self._kept:
-            self._plan_soon(LEAST_PAUSE_S)
+        if self._waiting_room is not None:
+            self._waiting_room.look()
         if load.prefill_left_s <= IDLE_S and (before is None or before != load):
             self.on_idle()
 

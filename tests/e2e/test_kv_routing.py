@@ -12,7 +12,7 @@ from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.producers.client import Answer, Client
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode, encode
-from jetwake.schemas.errors import NoWorker
+from jetwake.schemas.errors import NoWorker, RequestCancelled
 from jetwake.schemas.kv_events import KvEvents
 
 BLOCK = 16
@@ -203,3 +203,18 @@ async def test_interactive_requests_do_not_queue_behind_batch_and_batch_is_not_s
         last_interactive = max(place for place, priority_class in enumerate(done) if priority_class == "interactive")
         assert done[:last_interactive].count("batch") < 40
         assert done.count("batch") == 60
+
+
+async def test_what_is_cancelled_while_the_router_keeps_it_leaves_no_load_behind(own_server: NatsServer) -> None:
+    """Its turn comes, and it is not sent: what was booked for it must not count for ever."""
+    slow = PolynomialTiming(prefill_ms=(0, 0, 400), decode_ms=(0, 0, 1))
+    async with fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", timing=slow) as (_, client):
+        first = await client.submit([1] * 40, max_tokens=2)
+        kept = [await client.submit([number] * 40, max_tokens=2) for number in range(2, 8)]
+        for one in kept:
+            await one.cancel()
+        ends = await asyncio.gather(*(one.answer() for one in [first, *kept]), return_exceptions=True)
+        assert any(isinstance(end, RequestCancelled) for end in ends)
+        async with asyncio.timeout(10):
+            while "0 queued, 0 running" not in (await client.explain([9] * 40)).considered[0].words:
+                await asyncio.sleep(0.05)

@@ -1,0 +1,136 @@
+"""The requests that a router keeps back until `holding.plan` says that they go: futures and timers around that pure decision.
+
+Promises: what it decides is booked before anything else is decided, and what is booked for a request that goes away meanwhile is
+withdrawn.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..schemas.errors import NoWorker
+from ..schemas.requests import InferenceRequest
+from .fleet import Candidate
+from .holding import Waiting, plan
+from .lane_ledger import Booking
+from .policies import Decision, KvAware, Query
+from .prefix_index import PrefixIndex
+
+LEAST_PAUSE_S = 0.001
+"""Between two looks at those that wait."""
+MATCH_HOLDS_S = 0.02
+"""How long what was found in the index for a request is believed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request with all that a policy decides on. `looked_s`: when `query` was made."""
+
+    request: InferenceRequest
+    hashes: list[int]
+    query: Query
+    choice: tuple[Candidate, ...]
+    looked_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A decision that is booked already."""
+
+    case: Case
+    decision: Decision
+    booking: Booking
+
+
+@dataclass(eq=False)
+class _Kept:
+    case: Case
+    waiting: Waiting
+    turn: "asyncio.Future[Turn]"
+
+
+class WaitingRoom:
+    """`candidates` gives the workers for a model as they are now. `book` counts a decision, and `withdraw` takes that back."""
+
+    def __init__(
+        self,
+        policy: KvAware,
+        index: PrefixIndex,
+        candidates: Callable[[str], tuple[Candidate, ...]],
+        book: Callable[[Case, Decision], Booking],
+        withdraw: Callable[[Booking], None],
+    ) -> None:
+        self._policy = policy
+        self._index = index
+        self._candidates = candidates
+        self._book = book
+        self._withdraw = withdraw
+        self._kept: list[_Kept] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def turn(self, case: Case) -> Turn:
+        """When it goes, and where. Raises NoWorker when there is nobody any more."""
+        waiting = Waiting(case.query, time.monotonic(), case.request.failed_workers)
+        kept = _Kept(case, waiting, asyncio.get_running_loop().create_future())
+        self._kept.append(kept)
+        self._look_in(0.0)
+        try:
+            return await kept.turn
+        except asyncio.CancelledError:
+            if kept.turn.done() and not kept.turn.cancelled() and kept.turn.exception() is None:
+                self._withdraw(kept.turn.result().booking)
+            raise
+        finally:
+            if kept in self._kept:
+                self._kept.remove(kept)
+
+    def look(self) -> None:
+        """Something has changed at the workers."""
+        if self._kept:
+            self._look_in(LEAST_PAUSE_S)
+
+    def _look_in(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + delay_s
+        if self._timer is not None and not self._timer.cancelled():
+            if self._timer.when() <= at_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at_s, self._let_go)
+
+    def _let_go(self) -> None:
+        self._timer = None
+        now_s, look_again_s = time.monotonic(), math.inf
+        for model in {kept.case.request.model for kept in self._kept}:
+            of_model = [kept for kept in self._kept if kept.case.request.model == model]
+            try:
+                look_again_s = min(look_again_s, self._let_go_of(model, of_model, now_s))
+            except Exception as error:  # noqa: BLE001  it is raised where it belongs: in the handlers of those who wait here
+                for kept in of_model:
+                    if not kept.turn.done():
+                        kept.turn.set_exception(error)
+        self._kept = [kept for kept in self._kept if not kept.turn.done()]
+        if self._kept and look_again_s < math.inf:
+            self._look_in(max(look_again_s - now_s, LEAST_PAUSE_S))
+
+    def _let_go_of(self, model: str, of_model: list[_Kept], now_s: float) -> float:
+        """Returns when to look again."""
+        candidates = self._candidates(model)
+        if not candidates:
+            raise NoWorker(f"no worker for {model} is ready with a compatible peer")
+        kept_of: dict[Waiting, _Kept] = {}
+        for kept in of_model:
+            if now_s - kept.case.looked_s > MATCH_HOLDS_S:
+                query = replace(kept.case.query, matched_blocks=self._index.match(kept.case.hashes, now_s))
+                kept.case = replace(kept.case, query=query, looked_s=now_s)
+                kept.waiting.query = query
+            kept_of[kept.waiting] = kept
+        made = plan(self._policy, list(kept_of), candidates, now_s)
+        for waiting, decision in made.sends:
+            kept = kept_of[waiting]
+            if not kept.turn.done():  # else it was cancelled
+                case = replace(kept.case, choice=candidates)
+                kept.turn.set_result(Turn(case, decision, self._book(case, decision)))
+        return made.look_again_s
