@@ -3,7 +3,7 @@
 Sizes are defaults for one laptop; `TopologySettings` overrides those an operator sizes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 DUPLICATE_WINDOW_S = 120
@@ -163,7 +163,3 @@ def jobs_consumer_of(token: str) -> ConsumerSpec:
 def batch_consumer(model_token: str) -> ConsumerSpec:
     """Shared by the gateways of a model: whoever holds a job runs that batch."""
     return ConsumerSpec(BATCHES.name, f"batches-{model_token}", f"jw.batches.{model_token}")
-
-
-def with_limits(spec: StreamSpec, max_messages: int, max_bytes: int, replicas: int) -> StreamSpec:
-    return replace(spec, max_messages=max_messages, max_bytes=max_bytes, replicas=replicas)

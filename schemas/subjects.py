@@ -11,7 +11,6 @@ _RESULT_TOKEN = re.compile(r"[A-Za-z0-9_=-]+")
 
 REQUEST_ID_HEADER = "Jw-Request"
 """`<model token>.<gateway>.<request id>`: whom to tell when a message cannot even be decoded."""
-TRACE_HEADER = "traceparent"
 MESSAGE_ID_HEADER = "Nats-Msg-Id"
 EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER = "Nats-Expected-Last-Subject-Sequence"
 
@@ -26,10 +25,6 @@ def model_token(model: str) -> str:
 
 def requests(model: str, priority_class: str) -> str:
     return f"jw.requests.{model_token(model)}.{priority_class}"
-
-
-def requests_of_class(priority_class: str) -> str:
-    return f"jw.requests.*.{priority_class}"
 
 
 def prefill(lane: str) -> str:

@@ -1,6 +1,6 @@
 """What a replay runs: workers, policy, engine limits, timing and links."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...consumers.timing import DYNAMO_DEFAULT, Timing
@@ -75,6 +75,3 @@ class ReplaySettings:
             "event_lag_s": self.event_lag_s,
             "seed": self.seed,
         }
-
-    def with_(self, **changes: Any) -> "ReplaySettings":
-        return replace(self, **changes)

@@ -214,7 +214,7 @@ def test_every_request_ends_once_and_gives_all_its_blocks_back(name: str) -> Non
 @pytest.mark.parametrize("name", FLEETS)
 def test_many_steps_at_once_are_the_same_as_one_by_one(name: str) -> None:
     busy = fit(a_busy_trace(requests=120), 60)
-    plain = FLEETS[name].with_(policy="round_robin")  # else routers hear more of workers that make more steps
+    plain = replace(FLEETS[name], policy="round_robin")  # else routers hear more of workers that make more steps
     at_once, one_by_one = replay(busy, plain), replay(busy, plain, step_by_step=True)
     assert at_once.preemptions == one_by_one.preemptions
     for left, right in zip(at_once.requests, one_by_one.requests, strict=True):

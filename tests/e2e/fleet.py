@@ -71,12 +71,6 @@ class Fleet:
         for name in [*reversed(self._tasks)]:
             await self.stop(name)
 
-    async def drop_dead(self, name: str) -> None:
-        """As `kill`, and its card is left to expire: what a SIGKILL looks like to everybody else."""
-        engine = self.engines[name]
-        await engine.stop()
-        await self.kill(name)
-
     async def kill_all(self) -> None:
         """End all without a drain. What had ended some of them before is told by `check`, which a test that goes well comes by."""
         tasks = list(self._tasks.values())
