@@ -96,6 +96,6 @@ def _vocabulary_size(folder: Path) -> int:
     try:
         tokens: int = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except Exception as error:
+    except Exception as error:  # `tokenizers` raises nothing narrower
         raise SetupError(f"{folder} has no tokenizer.json and config.json to use: {error}") from error
     return min(tokens, int(config.get("vocab_size", tokens)))

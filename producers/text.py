@@ -46,7 +46,7 @@ def load_text_codec(source: str) -> TextCodec:
     folder = Path(source) if Path(source).is_dir() else _from_hub(source)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:
+    except Exception as error:  # `tokenizers` raises nothing narrower
         raise SetupError(f"cannot load the tokenizer of {source!r}: {error}") from error
     return TokenizerCodec(tokenizer, _read_chat_template(folder), _special_tokens(folder))
 
