@@ -1,0 +1,1 @@
+"""The live page: what a broker tells of its pipeline, drawn for people."""
