@@ -40,6 +40,7 @@ from ..schemas.requests import InferenceRequest
 from ..schemas.streams import router_consumer
 from ..schemas.workers import Role
 from .drain_desk import DrainDesk
+from .health import Health, HealthTeller, State
 from .options import parse_options
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,13 @@ def index_of(settings: RouterSettings) -> PrefixIndex:
     return PrefixIndex(settings.max_index_blocks)
 
 
-async def run_router(settings: RouterSettings, broker: BrokerSettings, topology: TopologySettings, stopping: asyncio.Event) -> None:
+async def run_router(
+    settings: RouterSettings,
+    broker: BrokerSettings,
+    topology: TopologySettings,
+    stopping: asyncio.Event,
+    health: HealthTeller | None = None,
+) -> None:
     """Routes until `stopping` is set; then finishes what it holds."""
     async with open_pipe(broker, topology, settings.name) as pipe:
         index = index_of(settings)
@@ -221,6 +228,8 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
 
         async def route() -> None:
             await feed.wait_until_synced(SYNC_S)
+            if health is not None:
+                health.look = lambda: health_of(pipe.bus, "draining" if stopping.is_set() else "ready")
             async with asyncio.TaskGroup() as tasks:
                 for consumer in consumers:
                     tasks.create_task(consumer.run())
@@ -230,6 +239,13 @@ async def run_router(settings: RouterSettings, broker: BrokerSettings, topology:
         if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
             loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
         await run_until(stopping, loops, drain)
+
+
+def health_of(bus: Bus, state: State) -> Health:
+    """Of a process that is well while it is connected."""
+    if state == "ready" and not bus.connected:
+        return Health("cut off", "the connection to the broker is lost")
+    return Health(state)
 
 
 async def run_until(stopping: asyncio.Event, loops: list[Loop], drain: Callable[[], Coroutine[Any, Any, None]]) -> None:

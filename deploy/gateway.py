@@ -20,6 +20,7 @@ from ..schemas.workers import ModelCard
 from .app import Loop, run_until
 from .gateway_batches import GatewayBatches
 from .gateway_doors import Doors
+from .health import Health, HealthTeller
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ async def run_gateway(
     topology: TopologySettings,
     stopping: asyncio.Event,
     on_ready: Callable[[str, str], None] = lambda url, admin_url: None,
+    health: HealthTeller | None = None,
 ) -> None:
     """Serves until `stopping` is set; then lets its answers end. `on_ready` hears the public and the admin URL."""
     # A client with a timeout of its own is better served by a soon refusal than by a late acceptance.
@@ -65,6 +67,8 @@ async def run_gateway(
         if settings.over_nats and server.app is not None:
             doors = Doors(settings, bus, publisher, clock, inbox, server.app, server.names)
             await doors.start()
+        if health is not None:
+            health.look = lambda: health_of_gateway(submitter, stopping)
         on_ready(server.url, server.admin_url)
 
         async def drain() -> None:
@@ -82,6 +86,13 @@ async def run_gateway(
         if doors is not None:
             loops.append(doors.run())
         await run_until(stopping, loops, drain)
+
+
+def health_of_gateway(submitter: Submitter, stopping: asyncio.Event) -> Health:
+    if stopping.is_set():
+        return Health("draining")
+    refusal = submitter.refusal()
+    return Health("ready") if refusal is None else Health("cut off", str(refusal))
 
 
 async def _with(served: "asyncio.Future[None]") -> None:

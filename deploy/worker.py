@@ -31,8 +31,9 @@ from ..schemas.prefill import PrefillJob
 from ..schemas.streams import PREFILL, decode_consumer, prefill_consumer
 from ..schemas.subjects import model_token
 from ..schemas.workers import WorkerCard, pool_name
-from .app import Loop, Pipe, WorkerSettings, first_of, open_pipe, run_until
+from .app import Loop, Pipe, WorkerSettings, first_of, health_of, open_pipe, run_until
 from .drain_desk import DrainDesk
+from .health import Health, HealthTeller
 from .worker_drain import WorkerDrain
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,12 @@ DIRECT_SHARE = 8
 
 
 async def run_worker(
-    settings: WorkerSettings, engine: Engine, broker: BrokerSettings, topology: TopologySettings, stopping: asyncio.Event
+    settings: WorkerSettings,
+    engine: Engine,
+    broker: BrokerSettings,
+    topology: TopologySettings,
+    stopping: asyncio.Event,
+    health: HealthTeller | None = None,
 ) -> None:
     """Works until `stopping` is set; then drains. Raises EngineDead when the engine is: the process must end and be replaced."""
     info: EngineInfo | None = None
@@ -57,7 +63,10 @@ async def run_worker(
             async with open_pipe(broker, topology, settings.name) as pipe:
                 info = info or await engine.start()
                 try:
-                    await Worker(settings, engine, info, pipe, cached).run(stopping)
+                    worker = Worker(settings, engine, info, pipe, cached)
+                    if health is not None:
+                        health.look = worker.health
+                    await worker.run(stopping)
                     return
                 except DeclaredDead as error:
                     log.warning("%s goes on as a new incarnation: %s", settings.name, error)
@@ -96,6 +105,7 @@ class Worker:
             pipe.publisher, card, self._works, engine, lambda: (self._held.blocks, len(self._held)), self._ledger.promised_blocks
         )
         self._held.on_change = self._lane.room_changed
+        self._announced = False
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Raises EngineDead, DeclaredDead."""
@@ -108,6 +118,7 @@ class Worker:
         await catalogue.put(self._info.model)
         await self._peers.meet()
         await self._keeper.announce(self._peers.card)
+        self._announced = True
         heard = DrainHeard(name=card.worker, role=card.role, incarnation=card.incarnation)
         desk = DrainDesk(pipe.bus, pipe.publisher, heard, stopping)
         await desk.listen()
@@ -133,6 +144,9 @@ class Worker:
         finally:
             await self._keeper.withdraw()
         await delete_consumer(pipe.bus, self._lane.spec.stream, self._lane.spec.durable)
+
+    def health(self) -> Health:
+        return health_of(self._pipe.bus, self._peers.card.state) if self._announced else Health("starting")
 
     async def _ping_engine(self) -> None:
         """Raises EngineDead when a process of the engine does not answer."""

@@ -5,12 +5,31 @@ import os
 import typer
 
 from ...consumers.parent_death import die_with_parent
-from . import attach, batch, bench, chaos, dead, drain, gateway, keys, local, model, profile, replay, requests, roles, schemas, size, trace
+from . import (
+    attach,
+    batch,
+    bench,
+    chaos,
+    dead,
+    drain,
+    gateway,
+    health,
+    keys,
+    local,
+    model,
+    profile,
+    replay,
+    requests,
+    roles,
+    schemas,
+    size,
+    trace,
+)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Queue-first, disaggregated LLM inference."
 )
-for group in (local, gateway, roles, requests, attach, drain, schemas, chaos, replay, size, profile):
+for group in (local, gateway, roles, requests, attach, drain, health, schemas, chaos, replay, size, profile):
     app.add_typer(group.app)
 app.add_typer(model.app, name="model", no_args_is_help=True, help="Models on this machine.")
 app.add_typer(keys.app, name="keys", no_args_is_help=True, help="Who may use the gateways, and how much.")

@@ -46,6 +46,10 @@ Limits = Annotated[
         help="KEY=VALUE, a bound of the queues, the same for all parts of a system: `--limit max_requests=5000`. Repeatable.",
     ),
 ]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option("--health-file", envvar="JETWAKE_HEALTH_FILE", help="Tell there each second how it is, for `jetwake health`."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 WhichModel = Annotated[str | None, typer.Option("--model", help="Which model, when there is more than one.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Broker, run, start_logging, stop_on_signals, takes_broker, topology_settings
+from .common import Broker, HealthFile, run, start_logging, stop_on_signals, takes_broker, topology_settings
 
 app = typer.Typer()
 
@@ -42,6 +42,7 @@ def gateway(
         list[str] | None,
         typer.Option("--batch-option", help="KEY=VALUE of how batches are run: `--batch-option lines_at_once=64`. Repeatable."),
     ] = None,
+    health_file: HealthFile = None,
     ready_file: Annotated[Path | None, typer.Option(help="Write the URLs there, as JSON, once it serves.")] = None,
 ) -> None:
     """Serve the OpenAI API over HTTP: `jetwake gateway --port 8000 --tool-call-parser hermes --enable-auto-tool-choice`.
@@ -54,6 +55,7 @@ def gateway(
         from ..demo_model import fetch
         from ..gateway import run_gateway
         from ..gateway_batches import batch_settings
+        from ..health import HealthTeller
 
         start_logging()
         settings = GatewaySettings(
@@ -81,7 +83,9 @@ def gateway(
             print(f"metrics and health on {admin_url}", file=sys.stderr, flush=True)
             print(f"ready {url}", flush=True)
 
-        await run_gateway(settings, broker.settings(), topology_settings(), stop_on_signals(), say_ready)
+        health = HealthTeller(settings.name, health_file)
+        async with health.telling():
+            await run_gateway(settings, broker.settings(), topology_settings(), stop_on_signals(), say_ready, health)
 
     run(body, loop_factory=_fast_loop())
 

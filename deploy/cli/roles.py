@@ -9,6 +9,7 @@ from .common import (
     Broker,
     EngineKind,
     EngineOptions,
+    HealthFile,
     Limits,
     Model,
     Policy,
@@ -36,15 +37,19 @@ def router(
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
     limit: Limits = None,
+    health_file: HealthFile = None,
 ) -> None:
     """Run one router: gives each request to a worker."""
 
     async def body() -> None:
         from ..app import router_settings, run_router
+        from ..health import HealthTeller
 
         start_logging()
         settings = router_settings(name, policy, router_option or [])
-        await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals())
+        health = HealthTeller(name, health_file)
+        async with health.telling():
+            await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
     run(body)
 
@@ -61,17 +66,21 @@ def worker_command(role: "Role") -> Callable[..., None]:
         domain: Annotated[str, typer.Option(help="Where it stands (a rack, a host): told on its card.")] = "",
         worker_option: WorkerOptions = None,
         limit: Limits = None,
+        health_file: HealthFile = None,
     ) -> None:
         async def body() -> None:
             from ..app import worker_settings
             from ..engines import make_engine
+            from ..health import HealthTeller
             from ..options import parse_options
             from ..worker import run_worker
 
             start_logging()
             settings = worker_settings(name, role, domain, worker_option or [])
             made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
-            await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals())
+            health = HealthTeller(name, health_file)
+            async with health.telling():
+                await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
         run(body)
 
