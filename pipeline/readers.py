@@ -1,8 +1,9 @@
 """Whether somebody still reads the replies of a gateway: asked only about those whose requests want it.
 
-Asks on `jw.present.<gateway>`, where every reader of replies has a subscription that need not answer: the broker itself says at once
-when there is none. One question for each gateway every two seconds, however many requests it has. Promises: a gateway is gone only
-when the broker said so again and again for `GONE_AFTER_S`; silence, or a broker that is away, says nothing.
+Asks on `jw.present.<gateway>`, where every reader of replies has a subscription that need not answer: the broker itself says so when
+there is none, and says it before it answers a ping that was sent later. One question for each gateway every two seconds, however many
+requests it has. Promises: a gateway is gone only when the broker said so again and again for `GONE_AFTER_S`; a broker that is away
+says nothing.
 """
 
 import asyncio
@@ -10,16 +11,16 @@ import logging
 from collections.abc import Callable
 
 from ..schemas import subjects
-from ..schemas.errors import BusError, StreamMissing
-from .connection import Bus
+from ..schemas.errors import BusError
+from .connection import Bus, RawMessage
 
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 2.0
-ANSWER_WAIT_S = 0.2
 GONE_AFTER_S = 5.0
 """A reader that reconnects is back much sooner."""
 WATCHED_FOR_S = 60.0
+NOBODY = "503"
 
 
 class Readers:
@@ -52,19 +53,28 @@ class Readers:
 
     async def _ask(self, gateway: str) -> None:
         now = asyncio.get_running_loop().time()
-        try:
-            await self._bus.request(subjects.presence(gateway), b"", timeout_s=ANSWER_WAIT_S)
-        except StreamMissing:
-            since = self._absent_since.setdefault(gateway, now)
-            if now - since >= GONE_AFTER_S and gateway not in self._gone:
-                log.info("nobody reads the replies of %s any more: its requests that ask for it are cancelled", gateway)
-                self._gone.add(gateway)
-                self._on_gone(gateway)
+        if not await self._is_absent(gateway):
+            self._absent_since.pop(gateway, None)
+            self._gone.discard(gateway)
             return
-        except BusError:  # no answer: there is somebody, or the broker is away
-            pass
-        self._absent_since.pop(gateway, None)
-        self._gone.discard(gateway)
+        since = self._absent_since.setdefault(gateway, now)
+        if now - since >= GONE_AFTER_S and gateway not in self._gone:
+            log.info("nobody reads the replies of %s any more: its requests that ask for it are cancelled", gateway)
+            self._gone.add(gateway)
+            self._on_gone(gateway)
+
+    async def _is_absent(self, gateway: str) -> bool:
+        inbox, heard = self._bus.new_inbox(), list[RawMessage]()
+        try:
+            subscription = await self._bus.subscribe(inbox, heard.append)
+            try:
+                await self._bus.publish_with_reply(subjects.presence(gateway), b"", inbox)
+                await self._bus.flush()
+            finally:
+                await subscription.unsubscribe()
+        except BusError:
+            return False
+        return any(answer.status == NOBODY for answer in heard)
 
     def _forget_old(self) -> None:
         now = asyncio.get_running_loop().time()

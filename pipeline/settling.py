@@ -16,7 +16,7 @@ from ..schemas.replies import DeadLetter, Failed
 from ..schemas.streams import ConsumerSpec
 from ..schemas.subjects import REQUEST_ID_HEADER
 from .connection import Bus
-from .jetstream import DeliveryFacts, nak
+from .jetstream import DeliveryFacts, api, nak
 from .raw import RawMessage
 from .terminals import ReplyTarget, Terminals
 
@@ -62,14 +62,22 @@ class Settler:
                 logger.warning("%s: the consumer is gone; message %d now belongs to others", self._spec.durable, held.facts.sequence)
                 return
             except BrokerUnavailable as error:
-                if clock() >= deadline:
-                    logger.warning("%s: message %d is done but will come again: %s", self._spec.durable, held.facts.sequence, error)
+                if clock() >= deadline or await self._never_gave(held):
+                    logger.warning("%s: message %d is done but may come again: %s", self._spec.durable, held.facts.sequence, error)
                     return
             except asyncio.CancelledError:
                 with suppress(BusError):  # no time to hear the answer; it is done all the same
                     await self._bus.publish(held.raw.reply, word)
                 raise
             await asyncio.sleep(_AGAIN_S)
+
+    async def _never_gave(self, held: Held) -> bool:
+        """Whether the consumer was made anew and has not come to this message: then the broker leaves our settlement unanswered."""
+        try:
+            facts = await api(self._bus, f"CONSUMER.INFO.{held.facts.stream}.{held.facts.durable}")
+        except BusError:
+            return False  # it is down, and the question stays open
+        return int(facts["delivered"]["stream_seq"]) < held.facts.sequence
 
     async def hand_back(self, held: Held, delay_s: float) -> None:
         with suppress(BusError):  # down: then it comes back after its ack wait

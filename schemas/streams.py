@@ -9,6 +9,8 @@ from typing import Literal
 DUPLICATE_WINDOW_S = 120
 ACK_WAIT_S = 10
 """How long a worker may be silent about a message it holds; it reports every third of this."""
+DECODE_ACK_WAIT_S = 5
+"""What a dead decode worker had in hand waits as long: little more than it takes routers to see that a worker died."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def takeover_consumer(lane: str) -> ConsumerSpec:
 
 def decode_consumer(pool: str) -> ConsumerSpec:
     """Shared by the decode workers of a pool."""
-    return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}")
+    return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}", ack_wait_s=DECODE_ACK_WAIT_S)
 
 
 JOBS_CONSUMER = ConsumerSpec(OPENAI_JOBS.name, "openai-jobs", "jw.openai.jobs.>")

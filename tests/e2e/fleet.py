@@ -112,7 +112,7 @@ async def fleet_of(
         for number in range(1, count + 1):
             fleet.start_worker(role, f"{role}-{number}", worker, **engine_options)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await wait_until_served(fleet.broker, model)
         async with Client.connect(fleet.broker) as client:
             client.default_model = model

@@ -236,9 +236,10 @@ async def test_a_router_that_loses_the_broker_amid_a_takeover_goes_on(own_server
     """A hundred jobs wait for a worker that died; the router that moves them is cut off when it has begun to."""
     async with (
         Link("router", own_server.port) as link,
-        fleet_of(own_server.url, aggregated=1, slots=1, timing=SLOW) as (fleet, client),
+        fleet_of(own_server.url, aggregated=1, slots=1) as (fleet, client),
         operator(own_server.url) as bus,
     ):
+        fleet.engines["aggregated-1"].stall()
         submitted = [await client.submit(prompt_of(number), **ANSWER) for number in range(100)]
         await fleet.stop("router-1")
         fleet.start_router("router-2", url=link.url)

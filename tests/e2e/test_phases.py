@@ -1,19 +1,28 @@
 """Cancelled or expired, wherever the request is at that moment: its end is told at once, nothing more is computed, no block stays."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import Fleet, fleet_of
 from operations import idle, patient, prompt_of, until, until_held
+from test_dead_workers import worker_process
 
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.connection import Bus, RawMessage
+from jetwake.pipeline.jetstream import bucket_stream, key_subject, last_message
+from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.topology import subject_counts
 from jetwake.producers.client import Client, Submitted
+from jetwake.schemas import subjects
+from jetwake.schemas.codec import decode
 from jetwake.schemas.errors import DeadlineExceeded, RequestCancelled
-from jetwake.schemas.streams import PREFILL
+from jetwake.schemas.streams import HANDOFF, PREFILL, WORKERS_BUCKET
+from jetwake.schemas.workers import WorkerLoad
 
 OPTIONS: dict[str, Any] = {"worker": {"stall_limit_s": 300}, "slots": 1}
 
@@ -83,3 +92,65 @@ async def test_in_every_phase(own_server: NatsServer, phase: Phase, how: str) ->
             engine.go_on()
         await idle(fleet)
         assert fleet.engines["decode-1"].stats().counters["drawn_tokens"] - drawn <= 64
+
+
+@asynccontextmanager
+async def loads_of(fleet: Fleet) -> AsyncGenerator[dict[str, WorkerLoad]]:
+    """What each worker last said of itself."""
+    loads: dict[str, WorkerLoad] = {}
+
+    def on_load(raw: RawMessage) -> None:
+        load = decode(raw.data, WorkerLoad)
+        loads[load.worker] = load
+
+    async with Bus.connect(patient(fleet.broker), "looker") as bus:
+        await bus.subscribe(subjects.LOADS, on_load)
+        yield loads
+
+
+async def stays_known(fleet: Fleet, stopped: str) -> None:
+    """Its card outlives its renewals: what is tested here should not end because a stopped worker is taken for dead."""
+    async with Bus.connect(patient(fleet.broker), "keeper") as bus:
+        card = await last_message(bus, bucket_stream(WORKERS_BUCKET.name), key_subject(WORKERS_BUCKET.name, stopped))
+        assert card is not None
+        await Publisher(bus).store_bytes(key_subject(WORKERS_BUCKET.name, stopped), card.data, ttl_s=60)
+
+
+async def test_in_the_middle_of_the_pull(own_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill worker is stopped while its blocks are read over TCP. The request ends all the same; its blocks are free on both
+    sides when nothing can read or write them any more, and not before."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    options = ("timing=dynamo-default", "slots=1")
+    blocks = 20
+    async with (
+        worker_process(own_server.url, "prefill", "prefill-x", "sim", tmp_path / "prefill", *options) as prefill,
+        worker_process(own_server.url, "decode", "decode-x", "sim", tmp_path / "decode", *options),
+        fleet_of(own_server.url) as (fleet, client),
+        loads_of(fleet) as loads,
+    ):
+        await until(lambda: {"prefill-x", "decode-x"} <= set(loads))
+        for number, how in enumerate(["cancelled", "expired"]):
+            in_the_way = await client.submit(prompt_of(2 * number), max_tokens=20_000)
+            await anext(aiter(in_the_way))
+            await until(lambda: loads["decode-x"].used_blocks > 0)
+            submitted = await client.submit(
+                prompt_of(2 * number + 1, blocks * 16), max_tokens=5, timeout_s=300.0 if how == "cancelled" else 5.0
+            )
+            await until(lambda: loads["prefill-x"].held_blocks == blocks)
+            prefill.send_signal(signal.SIGSTOP)
+            await stays_known(fleet, "prefill-x")
+            await in_the_way.cancel()
+            await until(lambda: loads["decode-x"].used_blocks == blocks)  # the one slot is free: it pulls
+            async with asyncio.timeout(20):
+                if how == "cancelled":
+                    await submitted.cancel()
+                with pytest.raises(RequestCancelled if how == "cancelled" else DeadlineExceeded, match=r"during decode|cancelled"):
+                    await submitted.answer()
+            await until(lambda: loads["decode-x"].running_requests == 0)
+            assert loads["decode-x"].used_blocks == blocks
+            prefill.send_signal(signal.SIGCONT)
+            await until(lambda: loads["decode-x"].used_blocks == loads["prefill-x"].used_blocks == loads["prefill-x"].held_blocks == 0)
+            async with asyncio.timeout(20), Bus.connect(patient(fleet.broker), "looker") as bus:
+                while await subject_counts(bus, HANDOFF.name):
+                    await asyncio.sleep(0.05)
+        assert (await client.generate(prompt_of(9), max_tokens=5)).finish_reason == "length"

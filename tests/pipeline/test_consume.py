@@ -293,3 +293,21 @@ def test_reply_target_reads_only_safe_names() -> None:
     assert (target.model, target.gateway, target.request_id) == ("tiny", "gw", "r-1")
     assert reply_target({subjects.REQUEST_ID_HEADER: "tiny.gw.>"}) is None
     assert reply_target({}) is None
+
+
+async def test_what_was_in_hand_when_the_store_was_lost_is_let_go(own_server: NatsServer, unique: str) -> None:
+    """A consumer that was made anew does not answer about what it has not given: nobody waits for its word."""
+    async with Bus.connect(BrokerSettings(url=own_server.url, request_timeout_s=0.3), "test") as bus:
+        gate = asyncio.Event()
+        worker = Worker(bus, unique, behave=lambda _: gate.wait())  # type: ignore[arg-type, return-value]
+        await worker.put("r1", "r2", "r3")
+        async with worker.running_consumer() as consumer:
+            await until(lambda: worker.running == 3)
+            await own_server.restart(empty_store=True)
+            await bus.wait_connected()
+            await ensure_topology(bus, TopologySettings())
+            await worker.put("r4")
+            await until(lambda: worker.running == 4)  # its consumer is there again
+            gate.set()
+            await until(lambda: consumer.in_hand == 0)
+            await until_queued(bus, unique, 0)
