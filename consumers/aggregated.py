@@ -5,6 +5,7 @@ The aggregated worker is the baseline that every measurement of disaggregation i
 
 from contextlib import aclosing
 
+from ..pipeline.clock import ServerClock
 from ..pipeline.consume import Delivery
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
@@ -31,6 +32,7 @@ class AggregatedConsumer:
         *,
         publisher: Publisher,
         terminals: Terminals,
+        clock: ServerClock,
         in_flight: InFlight,
         work: Workload,
         ledger: BlockLedger,
@@ -40,6 +42,7 @@ class AggregatedConsumer:
         self._card = card
         self._publisher = publisher
         self._terminals = terminals
+        self._clock = clock
         self._in_flight = in_flight
         self._endings = Endings(publisher, terminals)
         self._work = work
@@ -51,9 +54,10 @@ class AggregatedConsumer:
 
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
-        request = job.request
+        request = job.request.stamped(prefill_taken_ns=self._clock.now_ns())
         if self._continuing.is_done(request):
             return
+        answer = Answer(self._publisher, request)
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
                 async with self._in_flight.guard(request, "generation"), self._ledger.reserve(self._need_blocks(request)):
@@ -61,12 +65,13 @@ class AggregatedConsumer:
                     given = (await self._continuing.given(request)).tokens
                     answer = Answer(self._publisher, request, given)
                     await self._generate(leg_of(request, forced_tokens=given), answer, prefilling)
-                await self._terminals.end(request, answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens))
+                terminal = answer.finished(self._card.worker, self._card.worker, job.predicted_cached_tokens)
+                await self._terminals.end(answer.request, terminal)
                 self._continuing.done(request)
             except HandoffRefused as error:
                 await self._endings.again(request, error, is_fault=delivery.deliveries > 1)
             except RequestEnded as ending:
-                await self._endings.ended_early(request, ending)
+                await self._endings.ended_early(answer.request, ending)
 
     async def again(self, delivery: Delivery[PrefillJob], error: JetwakeError) -> None:
         await self._endings.again(delivery.message.request, error, worker=self._card.worker)
@@ -83,4 +88,6 @@ class AggregatedConsumer:
             async for output in outputs:
                 if answer.last is None:
                     prefilling.measured(token_count(leg.prompt_tokens) - output.cached_tokens)
+                    now_ns = self._clock.now_ns()
+                    answer.stamp(prefilled_ns=now_ns, first_token_ns=answer.request.times.first_token_ns or now_ns)
                 await answer.add(output)

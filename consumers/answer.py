@@ -27,7 +27,7 @@ LEAST_GROWTH = 16
 class Answer:
     def __init__(self, publisher: Publisher, request: InferenceRequest, given: bytes = b"") -> None:
         self._publisher = publisher
-        self._request = request
+        self.request = request
         self._subject = subjects.reply(request.gateway, request.request_id)
         self._given = given
         self._sent = token_count(given)
@@ -37,6 +37,15 @@ class Answer:
         self.tokens = b""
         self.logprobs: list[PositionLogprobs] = []
         self.last: EngineOutput | None = None
+
+    def stamp(self, **times_ns: int) -> None:
+        """These moments of the request's timeline are known now."""
+        self.request = self.request.stamped(**times_ns)
+
+    @property
+    def has_new(self) -> bool:
+        """Whether there is a token that nobody gave before."""
+        return len(self.tokens) > len(self._given)
 
     async def add(self, output: EngineOutput) -> None:
         """Takes the next output and sends what of it is new to the client. Raises AnswerDiverged when it is not what was given before."""
@@ -52,7 +61,7 @@ class Answer:
             self._sent = max(offset, token_count(self.tokens))
             if output.finish_reason is None and self._is_worth_keeping():
                 self._kept, self._kept_at_s = self._sent, self._clock()
-                await checkpoint(self._publisher, self._request, self.tokens)
+                await checkpoint(self._publisher, self.request, self.tokens)
         except BrokerUnavailable:
             return  # too much was sent since the connection broke: it goes with the next output, or with the terminal
 
@@ -64,8 +73,8 @@ class Answer:
     async def send(self, offset: int, tokens: bytes, logprobs: Sequence[PositionLogprobs], cached_tokens: int | None = None) -> None:
         if tokens:
             chunk = TokenChunk(
-                request_id=self._request.request_id,
-                attempt=self._request.attempt,
+                request_id=self.request.request_id,
+                attempt=self.request.attempt,
                 offset=offset,
                 tokens=tokens,
                 logprobs=list(logprobs),
@@ -83,7 +92,7 @@ class Answer:
         if len(self.tokens) < len(self._given):
             raise AnswerDiverged("the engine ended the answer before the end of what was given")
         return finished(
-            self._request,
+            self.request,
             self.tokens,
             self.last.finish_reason,
             logprobs=self.logprobs,
@@ -93,6 +102,7 @@ class Answer:
             prefill_worker=prefill_worker,
             decode_worker=decode_worker,
             kv_bytes=self.last.kv_bytes,
+            kv_transfer_s=self.last.transfer_s,
         )
 
 
@@ -108,6 +118,7 @@ def finished(
     prefill_worker: str = "",
     decode_worker: str = "",
     kv_bytes: int = 0,
+    kv_transfer_s: float = 0.0,
 ) -> Finished:
     return Finished(
         request_id=request.request_id,
@@ -121,6 +132,7 @@ def finished(
         prefill_worker=prefill_worker,
         decode_worker=decode_worker,
         kv_bytes=kv_bytes,
+        kv_transfer_s=kv_transfer_s,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         text_rules=request.sampling.text_rules,

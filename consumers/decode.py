@@ -83,20 +83,21 @@ class DecodeConsumer:
                     async with self._ledger.reserve(need_blocks):
                         self._check_kept(handoff)  # again: waiting for room takes time
                         await self._claim(handoff)
+                        answer.stamp(claimed_ns=self._clock.now_ns())
                         self._continuing.begin(request, "decode")
                         await self._generate(handoff, answer)
                 await self._terminals.end(
-                    request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
+                    answer.request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
                 )
                 self._continuing.done(request, "decode")
             except RequestEnded as ending:
                 await self._release(handoff, answer, str(ending))
-                await self._endings.ended_early(request, ending)
+                await self._endings.ended_early(answer.request, ending)
             except (PullFailed, HandoffRefused) as error:
                 if isinstance(error, PullFailed):
                     self._note_failed_pull(handoff)
                 await self._release(handoff, answer, str(error))
-                await self._endings.again(request, error)
+                await self._endings.again(answer.request, error)
 
     async def again(self, delivery: Delivery[KvHandoff], error: JetwakeError) -> None:
         await self._order_release(delivery.message, str(error))
@@ -114,7 +115,12 @@ class DecodeConsumer:
                 if answer.last is None:
                     self._check_kept(handoff)  # what was pulled from blocks that were free by then may be anybody's
                     self._pulls.went_well()
+                had_new = answer.has_new
                 await answer.add(output)
+                if answer.has_new and not had_new:
+                    answer.stamp(second_token_ns=self._clock.now_ns())
+                if output.pulled_monotonic_ns and not answer.request.times.pulled_ns:
+                    answer.stamp(pulled_ns=self._clock.at_ns(output.pulled_monotonic_ns))
 
     def _note_failed_pull(self, handoff: KvHandoff) -> None:
         """Where transfers do not work any more the worker ends, or its free slots would attract request after request."""

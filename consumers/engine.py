@@ -91,7 +91,8 @@ class EngineOutput:
     """New tokens since the last output (forced ones included, so the first output starts at offset 0).
 
     The last output has `finish_reason`. `cached_tokens` counts prompt tokens that the side which *prefilled* took from its cache;
-    `kv_bytes` the bytes pulled through NIXL for this leg; both are final in the last output.
+    `kv_bytes` the bytes pulled through NIXL for this leg, `transfer_s` how long NIXL says that took, `pulled_monotonic_ns` when they were
+    there, by this machine's monotonic clock (0: not seen). All are final in the last output.
     """
 
     tokens: bytes
@@ -100,6 +101,8 @@ class EngineOutput:
     stop_reason: str = ""
     cached_tokens: int = 0
     kv_bytes: int = 0
+    transfer_s: float = 0.0
+    pulled_monotonic_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ them (`block_pool`). A sequence that finds no room to grow gives up its blocks a
 """
 
 import asyncio
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -41,6 +42,8 @@ class _Run(SequenceBlocks):
     answer: Answer = field(kw_only=True)
     pull: Pull | None = None
     kv_bytes: int = 0
+    transfer_s: float = 0.0
+    pulled_ns: int = 0
     cached_tokens: int = 0
     steps: int = 0
 
@@ -251,7 +254,10 @@ class SimulatedEngine:
         await self._allocate(run)
         note = kv.engine_request_id.encode()
         run.pull = self._transfer.post(kv.engine_id, remote_blocks[run.hits :], run.blocks[run.hits :], note)
+        posted_ns = time.monotonic_ns()
         run.kv_bytes = await run.pull.wait(self._settings.pull_timeout_s)
+        run.pulled_ns = time.monotonic_ns()
+        run.transfer_s = (run.pulled_ns - posted_ns) / 1e9
         run.cached_tokens = kv.cached_tokens
         self._verify(run)
         self._cache.commit(run)
@@ -284,6 +290,8 @@ class SimulatedEngine:
             stop_reason=run.answer.stop_reason,
             cached_tokens=run.cached_tokens,
             kv_bytes=run.kv_bytes,
+            transfer_s=run.transfer_s,
+            pulled_monotonic_ns=run.pulled_ns,
         )
 
     def _draw(self, run: _Run, count: int) -> tuple[list[int], list[PositionLogprobs]]:

@@ -15,6 +15,7 @@ from ..pipeline.terminals import Terminals
 from ..schemas import subjects
 from ..schemas.decode import KvHandoff, KvReference
 from ..schemas.errors import AnswerDiverged, HandoffRefused, JetwakeError, RequestEnded
+from ..schemas.headers import request_headers
 from ..schemas.prefill import PrefillJob
 from ..schemas.workers import WorkerCard
 from .answer import Answer, finished
@@ -68,7 +69,7 @@ class PrefillConsumer:
 
     async def handle(self, delivery: Delivery[PrefillJob]) -> None:
         job = delivery.message
-        request = job.request
+        request = job.request.stamped(prefill_taken_ns=self._clock.now_ns())
         if self._continuing.is_done(request):
             return
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
@@ -78,7 +79,9 @@ class PrefillConsumer:
                     given = (await self._continuing.given(request)).tokens
                     prefilled = await self._engine.prefill(leg_of(request, forced_tokens=given[:4]))
                 prefilling.measured(request.prompt_length_tokens - prefilled.cached_tokens)
-                await self._pass_on(job, prefilled, given)
+                now_ns = self._clock.now_ns()
+                request = request.stamped(prefilled_ns=now_ns, first_token_ns=request.times.first_token_ns or now_ns)
+                await self._pass_on(job.model_copy(update={"request": request}), prefilled, given)
                 self._continuing.done(request)
             except HandoffRefused as error:
                 await self._endings.again(request, error, is_fault=delivery.deliveries > 1)
@@ -118,8 +121,7 @@ class PrefillConsumer:
 
     async def _hand_off(self, job: PrefillJob, prefilled: Prefilled, kv: KvReference, sent: bytes) -> None:
         request = job.request
-        now_ns = self._clock.now_ns()
-        hold_until_ns = now_ns + int(self._limits.hold_s * 1e9)
+        hold_until_ns = self._clock.now_ns() + int(self._limits.hold_s * 1e9)
         if request.deadline_ns:
             hold_until_ns = min(hold_until_ns, request.deadline_ns)
         handoff = KvHandoff(
@@ -131,7 +133,6 @@ class PrefillConsumer:
             first_logprobs=list(prefilled.logprobs),
             predicted_cached_tokens=job.predicted_cached_tokens,
             hold_until_ns=hold_until_ns,
-            prefilled_ns=now_ns,
         )
         self._held.add(handoff)
         try:
@@ -139,7 +140,7 @@ class PrefillConsumer:
                 subjects.handoff(self._card.pool),
                 handoff,
                 message_id=subjects.message_id(request.request_id, "handoff", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+                headers=request_headers(request),
             )
         except BaseException:  # nobody will ever pull what nobody was told of; also when this task is cancelled
             await self._held.release(kv.engine_request_id)

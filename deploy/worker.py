@@ -239,6 +239,7 @@ class Worker:
             self._card,
             publisher=pipe.publisher,
             terminals=pipe.terminals,
+            clock=pipe.clock,
             in_flight=pipe.in_flight,
             work=self._lane_work,
             continuing=self._continuing,

@@ -46,6 +46,10 @@ class ServerClock:
     def now_ns(self) -> int:
         return time.monotonic_ns() + self._offset_ns
 
+    def at_ns(self, monotonic_ns: int) -> int:
+        """Server time when this machine's monotonic clock showed that; 0 stays 0, which is no time."""
+        return monotonic_ns + self._offset_ns if monotonic_ns else 0
+
     async def sync(self) -> None:
         """Raises BusError when the broker does not answer; the old offset stays."""
         samples = [await self._sample() for _ in range(SAMPLES)]

@@ -15,6 +15,7 @@ from ..schemas.prefill import PrefillJob
 from ..schemas.replies import DeadLetter
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import DEAD
+from ..schemas.timeline import Timeline
 from .connection import Bus
 from .jetstream import SEQUENCE_HEADER, stored_message, stored_messages
 from .publish import Publisher
@@ -78,6 +79,9 @@ def again_from(kept: Kept, now_ns: int, gateway: str = "") -> InferenceRequest:
             "failures": 0,
             "failed_workers": [],
             "submitted_ns": now_ns,
+            "times": Timeline(),
+            "trace": "",
+            "trace_state": "",
             "deadline_ns": now_ns + given_ns,
         }
     )

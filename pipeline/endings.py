@@ -89,7 +89,7 @@ class Endings:
         if tried.failures >= MAX_FAILURES:
             await self._give_up(tried, error)
             return
-        following = tried.model_copy(update={"attempt": request.attempt + 1})
+        following = tried.model_copy(update={"attempt": request.attempt + 1, "times": request.times.anew(self._terminals.now_ns())})
         await store_request(self._publisher, following)
         await cancel_earlier(self._publisher, following, str(error))
 

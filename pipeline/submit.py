@@ -5,6 +5,7 @@ Writes `jw.requests.<model>.<class>` and `jw.cancel.<request>`. The message ids 
 
 from ..schemas import subjects
 from ..schemas.errors import Overloaded, StreamFull
+from ..schemas.headers import request_headers
 from ..schemas.replies import CancelRequest
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
@@ -17,7 +18,7 @@ async def store_request(publisher: Publisher, request: InferenceRequest) -> None
             subjects.requests(request.model, request.priority_class),
             request,
             message_id=subjects.message_id(request.request_id, "request", request.attempt),
-            headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+            headers=request_headers(request),
         )
     except StreamFull as error:
         raise Overloaded(f"the request queue is full: {error}") from error

@@ -55,13 +55,19 @@ class Terminals:
         self._writer = secrets.token_hex(6)
         self._written = 0
 
+    def now_ns(self) -> int:
+        """Server time, as far as whoever made this knows it."""
+        return self._clock.now_ns()
+
     async def end(self, request: InferenceRequest | ReplyTarget, terminal: AnyTerminal) -> bool:
         """True: this terminal is the request's end. False: it had ended already, or a later attempt is the one that may end it.
 
         Raises BusError when neither is known.
         """
-        if terminal.ended_ns == 0:
-            terminal = terminal.model_copy(update={"ended_ns": self._clock.now_ns()})
+        stamps: dict[str, object] = {"ended_ns": terminal.ended_ns or self._clock.now_ns()}
+        if isinstance(request, InferenceRequest):
+            stamps |= {"submitted_ns": request.submitted_ns, "times": request.times}
+        terminal = terminal.model_copy(update=stamps)
         subject = subjects.result(request.model, request.gateway, request.request_id)
         # Who cannot even read the request knows nothing of attempts, and nobody else will end it.
         attempt = request.attempt if isinstance(request, InferenceRequest) else _ANY_ATTEMPT
@@ -149,6 +155,7 @@ def shrinking(terminal: AnyTerminal) -> tuple[AnyTerminal, ...]:
     text = f"the answer of {len(terminal.tokens) // 4} tokens is larger than one message of the broker may be"
     failed = Failed(
         request_id=terminal.request_id, model=terminal.model, attempt=terminal.attempt, ended_ns=terminal.ended_ns,
+        submitted_ns=terminal.submitted_ns, times=terminal.times,
         prefill_worker=terminal.prefill_worker, decode_worker=terminal.decode_worker, code=PayloadTooLarge.code, text=text,
     )  # fmt: skip
     return terminal, terminal.model_copy(update={"logprobs": []}), failed

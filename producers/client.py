@@ -41,6 +41,7 @@ from ..schemas.errors import (
 )
 from ..schemas.requests import InferenceRequest, PriorityClass, Sampling
 from ..schemas.routing import Explain, Explanation
+from ..schemas.timeline import Timeline
 from ..schemas.tokens import pack_tokens
 from ..schemas.workers import ModelCard
 from .admission import admit
@@ -57,7 +58,7 @@ class Submitted(Reading):
     """A request on its way. Iterate it for the pieces as they come; `answer` waits for the end."""
 
     def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream) -> None:
-        super().__init__(replies, text)
+        super().__init__(replies, text, client.now_ns)
         self.request = request
         self._client = client
 
@@ -142,6 +143,7 @@ class Client:
         `model`: else `default_model`, else the only one there is. `cancel_when_unread`: should this process die, the request is
         cancelled some seconds later; without it, it goes on, and its end waits in the store. Raises InvalidRequest, PromptTooLong, UnknownModel.
         """
+        received_ns = self.now_ns()
         card = await self._model(model or self.default_model)
         token_ids = encode_prompt(await self._codec(card), prompt)
         _refuse_unknown_sampling(sampling)
@@ -160,6 +162,7 @@ class Client:
                 session=session,
                 cancel_when_unread=cancel_when_unread,
                 submitted_ns=now_ns,
+                times=Timeline(received_ns=received_ns),
                 deadline_ns=now_ns + int(timeout_s * 1e9),
             )
         except ValidationError as error:
@@ -181,7 +184,7 @@ class Client:
         codec, rules = await self._codec(await self._model(found.model)), found.text_rules
         text = TextStream(codec, rules.stop, rules.include_stop_str_in_output, rules.skip_special_tokens)
         replies = await self._inbox.resume(found.gateway, request_id, found.model, found.deadline_ns)
-        return Reading(replies, text, after)
+        return Reading(replies, text, self.now_ns, after)
 
     async def stream(self, prompt: Prompt, *, after: int | None = None, **options: Any) -> AsyncIterator[Piece]:
         """`submit`, and the pieces as they come. Leaving the loop early cancels the request.

@@ -5,12 +5,13 @@ the text that belongs to it.
 """
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..pipeline.replies import ReplyStream
 from ..schemas.errors import AnswerDiverged, DeadlineExceeded, RequestCancelled, RequestFailed
 from ..schemas.replies import Cancelled, Expired, Failed, Finished, PositionLogprobs, TokenChunk
+from ..schemas.timeline import stages
 from ..schemas.tokens import unpack_tokens
 from .text import TextStream
 
@@ -29,7 +30,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. Times are this client's own: from just before publishing to the first token, and to the end."""
+    """A finished answer. `ttft_ms` and `total_ms` are this client's own: from just before publishing to the first token, and to the end.
+
+    `stages_s`: where the time went, by everybody's clock (`schemas.timeline`), and `delivery`, from the sending of the first token to
+    this reader (a part of the time to first token, which runs beside the later stages).
+    """
 
     request_id: str
     text: str
@@ -46,20 +51,23 @@ class Answer:
     attempts: int
     predicted_cached_tokens: int = 0
     logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
+    stages_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Reading:
     """An answer on its way. Iterate it for the pieces as they come; `answer` waits for the end and has all of it.
 
-    `after`: pieces begin at this token offset.
+    `after`: pieces begin at this token offset. `now_ns` gives server time.
     """
 
-    def __init__(self, replies: ReplyStream, text: TextStream, after: int = 0) -> None:
+    def __init__(self, replies: ReplyStream, text: TextStream, now_ns: Callable[[], int], after: int = 0) -> None:
         self.sent_s = time.perf_counter()
         self._replies = replies
         self._text = text
+        self._now_ns = now_ns
         self._after = after
         self._first_s: float | None = None
+        self._first_ns = 0
         self._answer: Answer | None = None
 
     @property
@@ -96,7 +104,7 @@ class Reading:
     def _piece(self, chunk: TokenChunk) -> Piece | None:
         """None for tokens before the offset: they only make the text before it."""
         if self._first_s is None:
-            self._first_s = time.perf_counter()
+            self._first_s, self._first_ns = time.perf_counter(), self._now_ns()
         token_ids = unpack_tokens(chunk.tokens)
         skipped = min(max(0, self._after - chunk.offset), len(token_ids))
         if skipped:
@@ -129,4 +137,12 @@ class Reading:
             attempts=terminal.attempt,
             predicted_cached_tokens=terminal.predicted_cached_tokens,
             logprobs=terminal.logprobs,
+            stages_s=self._stages_s(terminal),
         )
+
+    def _stages_s(self, terminal: Finished) -> dict[str, float]:
+        at = terminal.moments
+        lengths: dict[str, float] = {**stages(at)}
+        if self._first_ns and "first_token" in at and not self._after:
+            lengths["delivery"] = max(0, self._first_ns - at["first_token"]) / 1e9
+        return lengths

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.clock import ServerClock
@@ -22,6 +23,7 @@ from ..schemas import subjects
 from ..schemas.blocks import block_hashes, pack_hashes, root_hash, unpack_hashes
 from ..schemas.codec import decode
 from ..schemas.errors import JetwakeError, NoWorker, Overloaded, RequestEnded, StreamFull, Undecodable, UnknownModel
+from ..schemas.headers import request_headers
 from ..schemas.prefill import PrefillJob
 from ..schemas.requests import InferenceRequest
 from ..schemas.routing import ConsideredLane, Explanation, Routed
@@ -121,7 +123,7 @@ class Router:
         return all(self._full_until_s.get(card.model, 0.0) > now_s for card in self._registry.workers.values())
 
     async def handle(self, delivery: Delivery[InferenceRequest]) -> None:
-        request = delivery.message
+        request = delivery.message.stamped(taken_ns=self._clock.now_ns())
         is_batch = request.priority_class == "batch"
         self._in_hand += 1
         self._batch_in_hand += is_batch
@@ -210,6 +212,7 @@ class Router:
             raise
         choice = case.choice
         while True:
+            case = replace(case, request=case.request.stamped(routed_ns=self._clock.now_ns()))
             try:
                 sequence = await self._send(case, decision, booking)
             except StreamFull:
@@ -246,14 +249,13 @@ class Router:
             router=self._name,
             reason=decision.reason,
             predicted_cached_tokens=case.query.cached_tokens(lane),
-            routed_ns=self._clock.now_ns(),
         )
         try:
             stored = await self._publisher.store(
                 subjects.prefill(lane),
                 job,
                 message_id=subjects.message_id(request.request_id, "prefill", request.attempt),
-                headers={subjects.REQUEST_ID_HEADER: subjects.reply_target(request.model, request.gateway, request.request_id)},
+                headers=request_headers(request),
             )
         except BaseException:
             self._ledger.withdraw(booking)

@@ -49,4 +49,3 @@ class KvHandoff(Message):
     first_logprobs: list[PositionLogprobs] = []
     predicted_cached_tokens: int = Field(default=0, ge=0)
     hold_until_ns: int
-    prefilled_ns: int = 0

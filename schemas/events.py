@@ -9,13 +9,17 @@ from pydantic import BaseModel, ConfigDict
 
 from .replies import AnyTerminal, Failed, Finished
 from .requests import InferenceRequest
+from .timeline import Moment
 from .tokens import token_count
 
 Ending = Literal["finished", "failed", "cancelled", "expired"]
 
 
 class RequestEnded(BaseModel):
-    """Times are milliseconds since 1970 by the broker's clock; 0 or empty where it is not known."""
+    """Times are milliseconds since 1970 by the broker's clock; 0 or empty where it is not known.
+
+    `times_ms`: the moments of its timeline that are known (`schemas.timeline`).
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,6 +36,7 @@ class RequestEnded(BaseModel):
     completion_tokens: int = 0
     submitted_ms: int = 0
     ended_ms: int = 0
+    times_ms: dict[Moment, float] = {}
     attempt: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -56,6 +61,7 @@ def request_ended(terminal: AnyTerminal, gateway: str, request: InferenceRequest
         completion_tokens=token_count(terminal.tokens),
         submitted_ms=request.submitted_ns // 1_000_000 if request is not None else 0,
         ended_ms=terminal.ended_ns // 1_000_000,
+        times_ms={moment: round(at_ns / 1e6, 2) for moment, at_ns in terminal.moments.items()},
         attempt=terminal.attempt,
         prefill_worker=terminal.prefill_worker,
         decode_worker=terminal.decode_worker,

@@ -16,7 +16,6 @@ class PrefillJob(Message):
     router: SafeToken
     reason: str = Field(default="", max_length=4096)
     predicted_cached_tokens: int = Field(default=0, ge=0, description="prompt tokens the router expects in this worker's cache")
-    routed_ns: int = 0
 
     @property
     def new_tokens(self) -> int:

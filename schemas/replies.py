@@ -12,6 +12,7 @@ from pydantic import Field
 
 from .codec import Message
 from .requests import SafeToken, TextRules, TokenBytes
+from .timeline import Moment, Timeline, moments
 
 
 class PositionLogprobs(Message):
@@ -51,7 +52,14 @@ class Terminal(Message):
     prefill_worker: str = ""
     decode_worker: str = ""
     kv_bytes: int = Field(default=0, description="bytes of KV cache moved through NIXL for this request")
+    kv_transfer_s: float = Field(default=0.0, description="how long NIXL says that it moved them")
+    submitted_ns: int = 0
+    times: Timeline = Timeline()
     ended_ns: int = 0
+
+    @property
+    def moments(self) -> dict[Moment, int]:
+        return moments(self.times, self.submitted_ns, self.ended_ns)
 
 
 class Finished(Terminal):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from .codec import Message
+from .timeline import Moment, Timeline, moments
 
 SafeToken = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,96}$")]
 """A name that may become part of a subject: request ids, worker names, gateway names."""
@@ -88,9 +89,20 @@ class InferenceRequest(Message):
     failures: int = Field(default=0, ge=0, description="attempts that ended in a fault; being moved to another worker is none")
     failed_workers: list[SafeToken] = Field(default=[], description="where those faults were, as far as that is known: others try next")
     submitted_ns: int = 0
+    times: Timeline = Timeline()
     deadline_ns: int = 0
+    trace: str = Field(default="", max_length=64, description="W3C traceparent of the request's root span; empty: it is not traced")
+    trace_state: str = Field(default="", max_length=512, description="W3C tracestate beside it")
     cancel_when_unread: bool = Field(default=False, description="cancelled when the process behind `gateway` is gone for some seconds")
 
     @property
     def prompt_length_tokens(self) -> int:
         return len(self.prompt_tokens) // 4
+
+    @property
+    def moments(self) -> dict[Moment, int]:
+        return moments(self.times, self.submitted_ns)
+
+    def stamped(self, **times_ns: int) -> "InferenceRequest":
+        """With these moments of its timeline, in server time."""
+        return self.model_copy(update={"times": self.times.model_copy(update=times_ns)})

@@ -12,6 +12,8 @@ _RESULT_TOKEN = re.compile(r"[A-Za-z0-9_=-]+")
 REQUEST_ID_HEADER = "Jw-Request"
 """`<model token>.<gateway>.<request id>`: whom to tell when a message cannot even be decoded."""
 MESSAGE_ID_HEADER = "Nats-Msg-Id"
+TRACEPARENT_HEADER = "traceparent"
+TRACESTATE_HEADER = "tracestate"
 EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER = "Nats-Expected-Last-Subject-Sequence"
 
 

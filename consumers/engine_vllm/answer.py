@@ -4,8 +4,10 @@ vLLM tells of a failed transfer only by a finish reason, and of a peer that froz
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import EngineDead, EngineRefused, PullFailed
@@ -15,6 +17,15 @@ from .handoff import pull_params
 
 if TYPE_CHECKING:
     from .runtime import Runtime, Step
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What one leg got from its peer. Ranks pull side by side: the slowest counts."""
+
+    size_bytes: int = 0
+    transfer_s: float = 0.0
+    at_monotonic_ns: int = 0
 
 
 class Answer:
@@ -29,7 +40,7 @@ class Answer:
         async with aclosing(self._runtime.answer(self._leg, params)) as steps:
             first = await self._first_step(steps)
             # Asked for at once, so that the last output need not wait for it.
-            pulled = asyncio.ensure_future(self._pulled_bytes())
+            pulled = asyncio.ensure_future(self._pulled())
             try:
                 yield await self._output(first, pulled)
                 async for step in steps:
@@ -68,23 +79,29 @@ class Answer:
         where = f"{self._leg.kv.host}:{self._leg.kv.port}" if self._leg.kv else "nowhere"
         return PullFailed(f"{self._leg.engine_request_id} from {where}: {text}")
 
-    async def _pulled_bytes(self) -> int:
+    async def _pulled(self) -> Pulled:
         if self._leg.kv is None:
-            return 0
-        count = sum(await self._runtime.call("jw_pulled_bytes", self._leg.engine_request_id))
+            return Pulled()
+        ranks = await self._runtime.call("jw_pulled", self._leg.engine_request_id)
+        now_ns = time.monotonic_ns()
+        size_bytes = sum(rank[0] for rank in ranks)
+        ago_s = min((rank[2] for rank in ranks if rank[0]), default=0.0)
         self._counters["pulls"] += 1
-        self._counters["pulled_bytes"] += count
-        return count
+        self._counters["pulled_bytes"] += size_bytes
+        return Pulled(size_bytes, max(rank[1] for rank in ranks), now_ns - int(ago_s * 1e9) if size_bytes else 0)
 
-    async def _output(self, step: "Step", pulled: "asyncio.Future[int]") -> EngineOutput:
+    async def _output(self, step: "Step", asked: "asyncio.Future[Pulled]") -> EngineOutput:
         reason = finish_reason(step)
+        pulled = await asked if reason else Pulled()
         return EngineOutput(
             tokens=pack_tokens(step.tokens),
             logprobs=step.logprobs,
             finish_reason=reason,
             stop_reason=step.stop_reason,
             cached_tokens=step.cached_tokens if self._leg.kv is None else self._leg.kv.cached_tokens,
-            kv_bytes=await pulled if reason else 0,
+            kv_bytes=pulled.size_bytes,
+            transfer_s=pulled.transfer_s,
+            pulled_monotonic_ns=pulled.at_monotonic_ns,
         )
 
 

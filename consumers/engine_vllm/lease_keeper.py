@@ -8,7 +8,7 @@ tensor parallelism on every rank. Times on the wire are seconds from now, never 
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 
 class WorkerFacts(TypedDict):
@@ -19,6 +19,14 @@ class WorkerFacts(TypedDict):
     kv_bytes_per_block: int
     blocks: int
     kv_layout: str
+
+
+class Pulled(NamedTuple):
+    """By one rank for one request. `transfer_s`: of the longest of its transfers, which run side by side."""
+
+    size_bytes: int
+    transfer_s: float
+    at_s: float
 
 
 class LeaseKeeper:
@@ -99,10 +107,16 @@ class LeaseKeeper:
         """Whether this request's pull has begun and not ended (a handshake for it counts)."""
         return any(_is_leg(name, request) for name in _connector()._recving_metadata)
 
-    def jw_pulled_bytes(self, request: str) -> int:
-        """Bytes this rank read from a peer for the request; each figure is given once."""
-        pulled: dict[str, int] = _connector().jw_pulled
-        return sum(pulled.pop(name) for name in [name for name in pulled if _is_leg(name, request)])
+    def jw_pulled(self, request: str) -> tuple[int, float, float]:
+        """What this rank read from a peer for the request: bytes, seconds of transfer, seconds since the last of it came.
+
+        Each figure is given once.
+        """
+        pulled: dict[str, Pulled] = _connector().jw_pulled
+        found = [pulled.pop(name) for name in [name for name in pulled if _is_leg(name, request)]]
+        last_s = max((each.at_s for each in found), default=0.0)
+        ago_s = time.perf_counter() - last_s if found else 0.0
+        return sum(each.size_bytes for each in found), max((each.transfer_s for each in found), default=0.0), ago_s
 
 
 PULLED_KEPT = 4096
@@ -130,14 +144,16 @@ def _is_leg(name: str, request: str) -> bool:
 
 def _count_pulls(connector: Any) -> None:
     """NIXL reports the bytes of each finished transfer; vLLM asks for that while it still knows whose transfer it was."""
-    pulled: dict[str, int] = {}
+    pulled: dict[str, Pulled] = {}
     telemetry = connector.nixl_wrapper.get_xfer_telemetry
 
     def counting_telemetry(handle: Any) -> Any:
         report = telemetry(handle)
         for request, handles in connector._recving_transfers.items():
             if handle in handles:
-                pulled[request] = pulled.get(request, 0) + int(report.totalBytes)
+                before = pulled.get(request, Pulled(0, 0.0, 0.0))
+                transfer_s = max(before.transfer_s, report.xferDuration / 1e6)
+                pulled[request] = Pulled(before.size_bytes + int(report.totalBytes), transfer_s, time.perf_counter())
                 break
         while len(pulled) > PULLED_KEPT:
             del pulled[next(iter(pulled))]

@@ -24,6 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from ...schemas.errors import BrokerUnavailable, JetwakeError
 from ...schemas.requests import InferenceRequest
+from ...schemas.timeline import Timeline
 from ...schemas.tokens import pack_tokens
 from .answers import Answers
 from .exchange import Exchange, current
@@ -160,6 +161,7 @@ class BusEngine(EngineClient):
             cache_salt=exchange.cache_salt,
             session=(session or "")[:256],
             submitted_ns=now_ns,
+            times=Timeline(received_ns=self._submitter.at_ns(exchange.begun_monotonic_ns)),
             tenant=exchange.tenant,
             metadata=exchange.metadata,
             deadline_ns=self._deadline_ns(exchange, now_ns),

@@ -5,6 +5,7 @@ They share it through a context variable, because vLLM's handlers in between kno
 
 import json
 import re
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -80,6 +81,7 @@ class Exchange:
     """
 
     request_id: str = field(default_factory=new_request_id)
+    begun_monotonic_ns: int = field(default_factory=time.monotonic_ns)
     client_id: str | None = None
     cache_salt: str = ""
     priority_class: PriorityClass | None = None

@@ -55,6 +55,10 @@ class Submitter:
         """Server time."""
         return self._clock.now_ns()
 
+    def at_ns(self, monotonic_ns: int) -> int:
+        """Server time when this machine's monotonic clock showed that."""
+        return self._clock.at_ns(monotonic_ns)
+
     @property
     def connected(self) -> bool:
         return self._bus.connected

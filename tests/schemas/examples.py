@@ -23,6 +23,7 @@ from jetwake.schemas.replies import (
 from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutput
 from jetwake.schemas.routing import ConsideredLane, Explain, Explanation, Routed
 from jetwake.schemas.streamed import StreamedRequest
+from jetwake.schemas.timeline import Timeline
 from jetwake.schemas.workers import KvCompatibility, ModelCard, PrefillTiming, WorkerCard, WorkerLoad
 
 TOKENS = bytes.fromhex("0100000002000000ff7f0000")
@@ -51,6 +52,19 @@ SAMPLING = Sampling(
     include_stop_str_in_output=True,
 )
 
+TIMES = Timeline(
+    received_ns=1_700_000_000_000_000_000,
+    again_ns=1_700_000_000_100_000_001,
+    taken_ns=1_700_000_000_200_000_001,
+    routed_ns=1_700_000_000_300_000_001,
+    prefill_taken_ns=1_700_000_000_400_000_001,
+    prefilled_ns=1_700_000_000_500_000_001,
+    first_token_ns=1_700_000_000_090_000_001,
+    claimed_ns=1_700_000_000_600_000_001,
+    pulled_ns=1_700_000_000_700_000_001,
+    second_token_ns=1_700_000_000_800_000_001,
+)
+
 REQUEST = InferenceRequest(
     request_id="req-1",
     gateway="gw-1",
@@ -67,7 +81,10 @@ REQUEST = InferenceRequest(
     failures=1,
     failed_workers=["p-9"],
     submitted_ns=1_700_000_000_000_000_001,
+    times=TIMES,
     deadline_ns=1_700_000_060_000_000_001,
+    trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    trace_state="vendor=1",
     cancel_when_unread=True,
 )
 
@@ -98,6 +115,9 @@ ENDING = {
     "prefill_worker": "p-1",
     "decode_worker": "d-1",
     "kv_bytes": 1536,
+    "kv_transfer_s": 0.25,
+    "submitted_ns": 1_700_000_000_000_000_001,
+    "times": TIMES,
     "ended_ns": 1_700_000_001_000_000_001,
 }
 
@@ -149,7 +169,7 @@ BATCH = BatchRecord(
 
 EXAMPLES: tuple[Message, ...] = (
     REQUEST,
-    PrefillJob(request=REQUEST, router="r-1", reason="least loaded", predicted_cached_tokens=2, routed_ns=1_700_000_000_500_000_001),
+    PrefillJob(request=REQUEST, router="r-1", reason="least loaded", predicted_cached_tokens=2),
     ReleaseKv(request_id="req-1", engine_request_id="req-1-2-abc", reason="cancelled"),
     KvHandoff(
         request=REQUEST,
@@ -160,7 +180,6 @@ EXAMPLES: tuple[Message, ...] = (
         first_logprobs=LOGPROBS,
         predicted_cached_tokens=2,
         hold_until_ns=1_700_000_030_000_000_001,
-        prefilled_ns=1_700_000_000_700_000_001,
     ),
     TokenChunk(request_id="req-1", attempt=2, offset=5, tokens=TOKENS, logprobs=LOGPROBS, cached_tokens=2),
     Finished(**ENDING, finish_reason="stop", stop_reason="2", text_rules=RULES),
