@@ -33,7 +33,8 @@ class Answer:
     """A finished answer. `ttft_ms` and `total_ms` are this client's own: from just before publishing to the first token, and to the end.
 
     `stages_s`: where the time went, by everybody's clock (`schemas.timeline`), and `delivery`, from the sending of the first token to
-    this reader (a part of the time to first token, which runs beside the later stages).
+    this reader (a part of the time to first token, which runs beside the later stages); `end_delivery`: from the end, which is stored
+    before it is told.
     """
 
     request_id: str
@@ -145,4 +146,6 @@ class Reading:
         lengths: dict[str, float] = {**stages(at)}
         if self._first_ns and "first_token" in at and not self._after:
             lengths["delivery"] = max(0, self._first_ns - at["first_token"]) / 1e9
+        if "ended" in at:
+            lengths["end_delivery"] = max(0, self._now_ns() - at["ended"]) / 1e9
         return lengths
