@@ -1,6 +1,5 @@
 """From command line options to an engine: the one place that knows which engines there are. Heavy imports happen on choice only."""
 
-import socket
 from typing import Any
 
 from pydantic import ValidationError
@@ -8,15 +7,15 @@ from pydantic import ValidationError
 from ..consumers.engine import Engine
 from ..schemas.codec import first_complaint
 from ..schemas.errors import SetupError
+from .this_machine import AUTO, own_address
 
 ENGINES = ("vllm", "simulated")
 DEMO = "demo"
-OWN_ADDRESS = "auto"
 
 
 def make_engine(kind: str, model: str, served_model_name: str, options: dict[str, Any]) -> Engine:
     """Raises SetupError: an unknown engine or option, a missing extra, a model that is not there."""
-    if options.get("side_channel_host") == OWN_ADDRESS:
+    if options.get("side_channel_host") == AUTO:
         options = options | {"side_channel_host": own_address()}
     try:
         if kind == "simulated":
@@ -26,22 +25,6 @@ def make_engine(kind: str, model: str, served_model_name: str, options: dict[str
     except ValidationError as error:
         raise SetupError(f"engine option {first_complaint(error)}") from error
     raise SetupError(f"no engine is called {kind!r}; there are {', '.join(ENGINES)}")
-
-
-def own_address() -> str:
-    """The address that this machine's own name stands for: in a container, the one that others reach it by. Raises SetupError."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise SetupError(
-            f"side_channel_host=auto: this machine's name {name!r} has no address ({error}); give the address itself"
-        ) from error
-    if address.startswith("127."):
-        raise SetupError(
-            f"side_channel_host=auto: this machine's name {name!r} is {address}, which no other reaches; give its address itself"
-        )
-    return address
 
 
 def _simulated(served_model_name: str, options: dict[str, Any]) -> Engine:

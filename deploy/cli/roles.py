@@ -33,7 +33,7 @@ app = typer.Typer()
 @takes_broker
 def router(
     broker: Broker,
-    name: Annotated[str, typer.Option(help="This router's name.")] = "router-1",
+    name: Annotated[str, typer.Option(help="This router's name; auto: router and the machine's name.")] = "router-1",
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
     limit: Limits = None,
@@ -44,10 +44,11 @@ def router(
     async def body() -> None:
         from ..app import router_settings, run_router
         from ..health import HealthTeller
+        from ..this_machine import name_of
 
         start_logging()
-        settings = router_settings(name, policy, router_option or [])
-        health = HealthTeller(name, health_file)
+        settings = router_settings(name_of(name, "router"), policy, router_option or [])
+        health = HealthTeller(settings.name, health_file)
         async with health.telling():
             await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
@@ -58,7 +59,9 @@ def worker_command(role: "Role") -> Callable[..., None]:
     @takes_broker
     def command(
         broker: Broker,
-        name: Annotated[str, typer.Option(help="This worker's name, unique in the fleet.")] = f"{role}-1",
+        name: Annotated[
+            str, typer.Option(help="This worker's name, unique in the fleet; auto: the role and the machine's name.")
+        ] = f"{role}-1",
         engine: EngineKind = "vllm",
         model: Model = "demo",
         served_model_name: ServedName = "",
@@ -73,12 +76,13 @@ def worker_command(role: "Role") -> Callable[..., None]:
             from ..engines import make_engine
             from ..health import HealthTeller
             from ..options import parse_options
+            from ..this_machine import name_of
             from ..worker import run_worker
 
             start_logging()
-            settings = worker_settings(name, role, domain, worker_option or [])
+            settings = worker_settings(name_of(name, role), role, domain, worker_option or [])
             made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
-            health = HealthTeller(name, health_file)
+            health = HealthTeller(settings.name, health_file)
             async with health.telling():
                 await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
