@@ -251,6 +251,8 @@ class SimulatedEngine:
 
     async def _pull(self, run: _Run, kv: KvReference, remote_blocks: list[int]) -> None:
         await self._transfer.connect(kv.host, kv.port, kv.engine_id, self._settings.handshake_timeout_s)
+        if self._settings.pulls_fail:
+            raise PullFailed("the transfers of this simulated engine do not work")
         await self._allocate(run)
         note = kv.engine_request_id.encode()
         run.pull = self._transfer.post(kv.engine_id, remote_blocks[run.hits :], run.blocks[run.hits :], note)

@@ -35,6 +35,7 @@ class SimulatedSettings(BaseModel):
     nixl_progress_delay_us: int = Field(default=100, ge=0, description="0 saves the last microseconds and burns a core for each engine")
     dies_on_token: int | None = Field(default=None, description="a prompt with this token kills the engine, as a killer request does")
     stalls_on_token: int | None = Field(default=None, description="a prompt with this token makes the engine stand still")
+    pulls_fail: bool = Field(default=False, description="every pull of this engine fails, as where the network between engines is broken")
     record_block_events: bool = Field(default=True, description="keep what was cached and evicted until it is taken")
 
     @property

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
 from fleet import Fleet, fleet_of
 from operations import idle, patient, prompt_of, until
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline import readers
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.replies import ReplyInbox
@@ -34,7 +36,11 @@ async def test_requests_of_clients_that_are_gone_are_not_run_after_a_restart_pas
         assert fleet.engines["prefill-1"].stats().counters["prefilled_requests"] == 1  # the one that says that all is ready
 
 
-async def test_requests_of_a_client_that_died_are_cancelled_where_they_ask_for_it(own_server: NatsServer) -> None:
+async def test_requests_of_a_client_that_died_are_cancelled_where_they_ask_for_it(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(readers, "GONE_AFTER_S", 0.5)
     async with fleet_of(own_server.url, prefill=1, decode=1, timing=SLOW) as (fleet, client):
         async with Client.connect(fleet.broker) as mortal:
             mortal.default_model = "sim"
