@@ -162,9 +162,12 @@ def test_what_is_pushed_gets_to_prometheus() -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     (targets,) = [part["targets"] for scrape in prometheus["scrape_configs"] for part in scrape["static_configs"]]
     assert targets == [f"collector:{port(collector['exporters']['prometheus']['endpoint'])}"]
-    grpc = port(collector["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"])
+    (protocols,) = [receiver["protocols"] for receiver in collector["receivers"].values()]
+    assert set(protocols) == {"http"}  # the one that roles push with
     roles = [service for service in services.values() if "JETWAKE_NATS_URL" in service.get("environment", {})]
-    assert {service["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] for service in roles} == {f"http://collector:{grpc}"}
+    assert {service["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] for service in roles} == {
+        f"http://collector:{port(protocols['http']['endpoint'])}"
+    }
     for service in services.values():
         for mount in service.get("volumes", []):
             source = mount.split(":")[0]

@@ -95,6 +95,11 @@ nats://{{ include "jetwake.name" . }}-nats:4222
 {{- with $top.Values.telemetry.otlpEndpoint }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
   value: {{ . | quote }}
+- name: OTEL_METRIC_EXPORT_INTERVAL
+  value: {{ mul $top.Values.telemetry.pushSeconds 1000 | quote }}
+{{- range $key, $value := $top.Values.telemetry.env }}
+- {name: {{ $key }}, value: {{ $value | quote }}}
+{{- end }}
 {{- end }}
 {{- end }}
 
