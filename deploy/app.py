@@ -7,12 +7,10 @@ runs one for each process.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus
@@ -26,81 +24,26 @@ from ..pipeline.terminals import Terminals
 from ..pipeline.topology_keeper import TopologyKeeper
 from ..producers.explainer import Explainer
 from ..producers.index_feed import IndexFeed
-from ..producers.policies import DEFAULT_POLICY, KvAwareKnobs, make_policy
+from ..producers.policies import make_policy
 from ..producers.prefix_index import PrefixIndex
 from ..producers.queue_endings import QueueEndings
 from ..producers.rebalance import Rebalancer
 from ..producers.router import Router
 from ..producers.silent_workers import SilenceAlarm
 from ..producers.takeover import Takeover
-from ..schemas.codec import first_complaint
 from ..schemas.drain import DrainHeard
-from ..schemas.errors import JetwakeError, SetupError
+from ..schemas.errors import JetwakeError
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import router_consumer
-from ..schemas.workers import Role
 from .drain_desk import DrainDesk
 from .health import Health, HealthTeller, State
-from .options import parse_options
+from .role_settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
 Loop = Coroutine[Any, Any, None]
 SYNC_S = 2.0
 """How long a new router asks workers what their caches hold before it routes without knowing."""
-
-
-class WorkerSettings(BaseModel):
-    """One worker. `held_blocks_share`: it stops fetching while more than this share of its KV cache waits to be pulled."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    role: Role
-    domain: str = ""
-    held_blocks_share: float = Field(default=0.5, gt=0.0, le=1.0)
-    hold_s: float = Field(default=120.0, gt=0.0, description="how long a handoff may wait unclaimed before its blocks are freed")
-    lease_s: float = Field(default=30.0, gt=0.0)
-    stall_limit_s: float = Field(default=30.0, gt=0.0, description="an engine that holds work and makes no progress for so long is stuck")
-    grace_s: float = Field(default=30.0, gt=0.0, description="how long work in hand may take to end in a drain; then others do it")
-
-
-class RouterSettings(BaseModel):
-    """One router. `slots`: requests it decides on at the same time."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(default="router-1", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    policy: str = DEFAULT_POLICY
-    seed: int = 0
-    max_index_blocks: int = Field(default=2_000_000, ge=1, description="distinct KV blocks remembered over all workers")
-    direct_max_new_tokens: int = Field(default=0, ge=0, description="prompts of which no more must be computed may skip the prefill worker")
-    overlap_weight: float = Field(default=1.0, ge=0.0)
-    load_weight: float = Field(default=1.0, ge=0.0)
-    temperature_s: float = Field(default=0.0, ge=0.0)
-    session_affinity_s: float = Field(default=0.0, ge=0.0)
-    decode_weight: float = Field(default=KvAwareKnobs.decode_weight, ge=0.0)
-    room_wait_s: float = Field(default=KvAwareKnobs.room_wait_s, ge=0.0)
-    hold_s: float = Field(default=KvAwareKnobs.hold_s, ge=0.0)
-    lead: float = Field(default=KvAwareKnobs.lead, ge=0.0)
-    approximate_s: float = Field(
-        default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
-    )
-    slots: int = Field(default=64, ge=1)
-    grace_s: float = Field(default=10.0, gt=0.0)
-
-    def knobs(self) -> KvAwareKnobs:
-        return KvAwareKnobs(
-            overlap_weight=self.overlap_weight,
-            load_weight=self.load_weight,
-            temperature_s=self.temperature_s,
-            session_affinity_s=self.session_affinity_s,
-            direct_max_new_tokens=self.direct_max_new_tokens,
-            decode_weight=self.decode_weight,
-            room_wait_s=self.room_wait_s,
-            hold_s=self.hold_s,
-            lead=self.lead,
-        )
 
 
 @dataclass(frozen=True)
@@ -141,24 +84,6 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
         await pipe.in_flight.start()
         await pipe.registry.start()
         yield pipe
-
-
-def router_settings(name: str, policy: str, options: Sequence[str]) -> RouterSettings:
-    """From a command line; `options` are `key=value` pairs of RouterSettings. Raises SetupError naming what is wrong."""
-    try:
-        return RouterSettings(name=name, policy=policy, **parse_options(options, "--router-option"))
-    except ValidationError as error:
-        raise SetupError(f"router option {first_complaint(error)}") from error
-
-
-def worker_settings(name: str, role: Role, domain: str, options: Sequence[str]) -> WorkerSettings:
-    """From a command line; `options` are `key=value` pairs of WorkerSettings. Raises SetupError naming what is wrong."""
-    try:
-        return WorkerSettings(name=name, role=role, domain=domain, **parse_options(options, "--worker-option"))
-    except ValidationError as error:
-        raise SetupError(f"worker option {first_complaint(error)}") from error
-    except TypeError:
-        raise SetupError("--worker-option takes no name, role or domain: they have options of their own") from None
 
 
 def index_of(settings: RouterSettings) -> PrefixIndex:

@@ -45,6 +45,6 @@ def _vllm(model: str, served_model_name: str, options: dict[str, Any]) -> Engine
         # of France is Paris.
         options.setdefault("dtype", "float32")
     own = {key: value for key, value in options.items() if key in VllmSettings.model_fields}
-    engine_args = {key: value for key, value in options.items() if key not in VllmSettings.model_fields}
+    engine_args = own.pop("engine_args", {}) | {key: value for key, value in options.items() if key not in VllmSettings.model_fields}
     settings = VllmSettings(model=str(fetch(model)), served_name=served_model_name, engine_args=engine_args, **own)
     return VllmEngine(settings)

@@ -1,11 +1,9 @@
 """Files and batches of a gateway process: what its clients ask for, and the running of batches beside its other work."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from ..consumers.scratch import ScratchFolder
 from ..pipeline.clock import ServerClock
@@ -15,17 +13,12 @@ from ..producers.batches.desk import BatchDesk
 from ..producers.batches.runner import BatchRunner
 from ..producers.batches.settings import BatchSettings
 from ..producers.gateway.front import Front, Headers
-from ..schemas.codec import first_complaint
-from ..schemas.errors import SetupError
-from .options import parse_options
+from .role_settings import built
 
 
-def batch_settings(options: Sequence[str]) -> BatchSettings:
-    """From a command line: `key=value` pairs of BatchSettings. Raises SetupError naming what is wrong."""
-    try:
-        return BatchSettings(**parse_options(options, "--batch-option"))
-    except ValidationError as error:
-        raise SetupError(f"batch option {first_complaint(error)}; there are: {', '.join(BatchSettings.model_fields)}") from error
+def batch_settings(options: Sequence[str], configured: Mapping[str, Any] | None = None) -> BatchSettings:
+    """From a command line: `key=value` pairs of BatchSettings over what is configured. Raises SetupError naming what is wrong."""
+    return built(BatchSettings, "batch option", configured or {}, "--batch-option", options)
 
 
 class GatewayBatches:

@@ -20,13 +20,14 @@ from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
 from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
-from .app import router_settings, worker_settings
+from .configuration import NOTHING_CONFIGURED, Configuration
 from .demo_model import fetch
 from .engines import ENGINES
 from .limits import topology_settings_of
 from .local_gateway import LocalGateway, engine_options_for, wait_until_ready
 from .nats_server import NatsServer
 from .options import parse_options
+from .role_settings import router_settings, worker_settings
 from .supervisor import Child, Supervisor
 
 CANARY_TIMEOUT_S = 60.0
@@ -36,7 +37,7 @@ AFTER_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class LocalSystem:
-    """What `up` starts. `engine_arguments` go to every worker's command line, `broker` None: an embedded one on a free port."""
+    """What `up` starts. `engine_arguments` go to every worker's command line, `common_arguments` to all, `broker` None: an embedded one on a free port."""
 
     model: str
     policy: str
@@ -46,7 +47,7 @@ class LocalSystem:
     engine_arguments: Sequence[str]
     router_arguments: Sequence[str] = ()
     broker: BrokerSettings | None = None
-    broker_arguments: Sequence[str] = ()
+    common_arguments: Sequence[str] = ()
     store: Path | None = None
     grace_s: float = 40.0
     gateway: LocalGateway | None = None
@@ -68,10 +69,12 @@ def local_system(
     gateway: LocalGateway | None = None,
     worker_options: Sequence[str] = (),
     limits: Sequence[str] = (),
+    configuration: Configuration = NOTHING_CONFIGURED,
 ) -> LocalSystem:
     """From `up`'s options. `counts`: prefill, decode, aggregated. Raises SetupError for what can serve nothing.
 
     Options that can be wrong are tried here, and the model is made ready, before any process starts. `report` hears of that.
+    The processes read the file of `configuration` themselves.
     """
     prefill, decode, aggregated = counts
     if bool(prefill) != bool(decode):
@@ -79,16 +82,17 @@ def local_system(
     if not prefill and not aggregated:
         raise SetupError("no workers: give --prefill and --decode, or --aggregated")
     make_policy(policy)
-    router_settings("router-1", policy, router_options)
-    parse_options(engine_options, "--engine-option")
-    drain_s = worker_settings("any", "prefill", "", worker_options).grace_s + AFTER_GRACE_S
-    topology_settings_of(limits)
+    router_settings("router-1", policy, router_options, configuration.section("router"))
+    known_options = configuration.section(engine) | parse_options(engine_options, "--engine-option")
+    drain_s = worker_settings("any", "prefill", "", worker_options, configuration.section("worker")).grace_s + AFTER_GRACE_S
+    topology_settings_of(limits, configuration.section("limits"))
     if engine not in ENGINES:
         raise SetupError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
     if engine == "vllm":
         fetch(model, report=report)  # once and in sight, instead of in every worker and in its log
     if gateway is not None:
-        engine_options = [*engine_options, *engine_options_for(gateway, engine, model, engine_options)]
+        flags = (*configuration.section("gateway").get("flags", ()), *gateway.flags)
+        engine_options = [*engine_options, *engine_options_for(flags, engine, model, known_options)]
     arguments = ["--engine", engine, "--model", model, "--served-model-name", served_model_name or model]
     for option in engine_options:
         arguments += ["--engine-option", option]
@@ -101,7 +105,10 @@ def local_system(
         aggregated=aggregated,
         engine_arguments=arguments,
         broker=broker,
-        broker_arguments=broker_arguments(broker) if broker else (),
+        common_arguments=[
+            *(["--config", str(configuration.file)] if configuration.file else []),
+            *(broker_arguments(broker) if broker else []),
+        ],
         store=store,
         gateway=gateway,
         grace_s=drain_s,
@@ -113,10 +120,10 @@ def local_system(
 def broker_arguments(broker: BrokerSettings) -> list[str]:
     """The options that give a child the same broker; its URL is passed on its own."""
     files = {
-        "--nats-credentials": broker.credentials_file,
-        "--nats-tls-ca": broker.tls_ca_file,
-        "--nats-tls-cert": broker.tls_cert_file,
-        "--nats-tls-key": broker.tls_key_file,
+        "--nats-credentials": broker.credentials,
+        "--nats-tls-ca": broker.tls_ca,
+        "--nats-tls-cert": broker.tls_cert,
+        "--nats-tls-key": broker.tls_key,
     }
     return [word for option, path in files.items() if path is not None for word in (option, str(path))]
 
@@ -137,7 +144,7 @@ def running_url() -> str | None:
 
 def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
     """The processes of the system, routers first. Pure."""
-    connection = ["--nats-url", url, *system.broker_arguments]
+    connection = ["--nats-url", url, *system.common_arguments]
     children = [
         Child(
             "router-1",
@@ -151,7 +158,7 @@ def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
             own = [*system.engine_arguments, *system.worker_arguments, *system.limit_arguments]
             children.append(Child(name, [role, "--name", name, *own, *connection], logs / f"{name}.log"))
     if system.gateway is not None:
-        arguments = system.gateway.arguments(system.model, ready_file(logs))
+        arguments = [*system.gateway.arguments(system.model, ready_file(logs)), *system.limit_arguments]
         children.append(Child("gateway-1", [*arguments, *connection], logs / "gateway-1.log"))
     return children
 

@@ -4,14 +4,13 @@ import asyncio
 import importlib.util
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import SetupError
 from .demo_model import fetch
-from .options import parse_options
 
 DEFAULT_PORT = 8000
 STAND_IN = "tiny"
@@ -58,11 +57,11 @@ def usable_port(port: int) -> int:
         return free
 
 
-def engine_options_for(gateway: LocalGateway, engine: str, model: str, given: Sequence[str]) -> list[str]:
-    """What the workers must know so that the gateway can work: engine options to add to those given."""
-    known = parse_options(given, "--engine-option")
+def engine_options_for(flags: Sequence[str], engine: str, model: str, given: Mapping[str, Any]) -> list[str]:
+    """What the workers must know so that a gateway with these flags can work: engine options to add to those given."""
+    known = dict(given)
     if engine == "vllm":
-        parser = flag_value(gateway.flags, "--reasoning-parser")
+        parser = flag_value(flags, "--reasoning-parser")
         return [f"reasoning_parser={parser}"] if parser and "reasoning_parser" not in known else []
     added: list[str] = []
     if "tokenizer" not in known:

@@ -31,9 +31,10 @@ from ..schemas.prefill import PrefillJob
 from ..schemas.streams import PREFILL, decode_consumer, prefill_consumer
 from ..schemas.subjects import model_token
 from ..schemas.workers import WorkerCard, pool_name
-from .app import Loop, Pipe, WorkerSettings, first_of, health_of, open_pipe, run_until
+from .app import Loop, Pipe, first_of, health_of, open_pipe, run_until
 from .drain_desk import DrainDesk
 from .health import Health, HealthTeller
+from .role_settings import WorkerSettings
 from .worker_drain import WorkerDrain
 
 log = logging.getLogger(__name__)

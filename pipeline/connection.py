@@ -88,7 +88,7 @@ class Bus:
 
     async def _connect(self) -> None:
         settings = self.settings
-        credentials = settings.credentials_file
+        credentials = settings.credentials
         if credentials is not None and not credentials.is_file():
             raise SetupError(f"credentials file {credentials} does not exist")
         await self._client.connect(
@@ -301,12 +301,12 @@ def encoded_headers_bytes(headers: Mapping[str, str] | None) -> int:
 
 
 def _tls_context(settings: BrokerSettings) -> ssl.SSLContext | None:
-    if settings.tls_ca_file is None and settings.tls_cert_file is None:
+    if settings.tls_ca is None and settings.tls_cert is None:
         return None
     try:
-        context = ssl.create_default_context(cafile=settings.tls_ca_file)
-        if settings.tls_cert_file is not None:
-            context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)
+        context = ssl.create_default_context(cafile=settings.tls_ca)
+        if settings.tls_cert is not None:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as error:
         raise SetupError(f"the TLS files of the broker settings cannot be used: {error}") from error
     return context

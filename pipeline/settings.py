@@ -18,14 +18,17 @@ class BrokerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = "nats://127.0.0.1:4222"
-    credentials_file: Path | None = None
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    url: str = Field(
+        default="nats://127.0.0.1:4222",
+        description="several servers of one cluster have commas between them; a command that is told none takes the broker of the running `jetwake up`",
+    )
+    credentials: Path | None = Field(default=None, description="credentials file of a NATS user")
+    tls_ca: Path | None = Field(default=None, description="certificate of the authority that signed the server's")
+    tls_cert: Path | None = Field(default=None, description="client certificate")
+    tls_key: Path | None = Field(default=None, description="key of the client certificate")
     inbox_prefix: str = Field(default="_INBOX", description="one per user, else users can read each other's answers")
     connect_timeout_s: float = Field(default=10.0, gt=0, description="for the first connection; reconnecting goes on for ever")
-    reconnect_wait_s: float = Field(default=0.25, gt=0)
+    reconnect_wait_s: float = Field(default=0.25, gt=0, description="between two tries to reconnect")
     ping_interval_s: float = Field(default=10.0, gt=0, description="a half-open connection is noticed after two to three of these")
     request_timeout_s: float = Field(default=2.0, gt=0, description="for one answer of the broker")
     publish_deadline_s: float = Field(default=30.0, gt=0, description="how long one message is sent again before the caller hears of it")
@@ -39,24 +42,24 @@ class TopologySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    replicas: int = Field(default=1, ge=1, le=5)
-    max_requests: int = Field(default=20_000, ge=1)
-    requests_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    max_jobs_per_worker: int = Field(default=256, ge=1)
-    max_handoffs: int = Field(default=50_000, ge=1)
-    handoffs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    replicas: int = Field(default=1, ge=1, le=5, description="servers of the cluster that keep each stream")
+    max_requests: int = Field(default=20_000, ge=1, description="accepted requests that no router has taken; more are refused")
+    requests_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="of requests that no router has taken")
+    max_jobs_per_worker: int = Field(default=256, ge=1, description="prefill jobs in the queue of one worker")
+    max_handoffs: int = Field(default=50_000, ge=1, description="handoffs that wait for a decode worker")
+    handoffs_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="of handoffs that wait")
     replies_max_bytes: int = Field(default=256 << 20, ge=1 << 20, description="memory; the server's own use is about three times this")
     answers_max_bytes: int = Field(default=128 << 20, ge=1 << 20, description="memory; the tokens so far of what runs or ended lately")
-    results_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    results_max_age_s: float = Field(default=86_400, gt=0)
-    dead_max_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    results_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="endings with their tokens; the oldest go first")
+    results_max_age_s: float = Field(default=86_400, gt=0, description="how long an ending can be read")
+    dead_max_bytes: int = Field(default=1 << 30, ge=1 << 20, description="dead letters; the oldest go first")
     max_openai_jobs: int = Field(default=100_000, ge=1, description="durable jobs that wait or run")
-    openai_jobs_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    openai_jobs_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="of durable jobs that wait or run")
     openai_results_max_bytes: int = Field(default=1 << 30, ge=1 << 20, description="results of durable jobs, kept for a day")
     openai_bodies_max_bytes: int = Field(
         default=128 << 20, ge=1 << 20, description="memory; bodies of streams, so that they can be resumed"
     )
-    events_max_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    events_max_bytes: int = Field(default=256 << 20, ge=1 << 20, description="events of finished requests; the oldest go first")
     batch_lines_max_bytes: int = Field(default=8 << 30, ge=1 << 20, description="results of batches that are not complete yet")
     files_max_bytes: int = Field(default=16 << 30, ge=1 << 20, description="uploaded files and the results of batches")
 

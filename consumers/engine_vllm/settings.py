@@ -33,14 +33,14 @@ class VllmSettings(BaseModel):
     model: str = Field(description="a folder, or a name on the model hub")
     served_name: str = Field(default="", description="what clients call it; empty: the name of the model")
     revision: str = Field(default="", description="revision on the hub; for a folder, a digest of its weights is used")
-    dtype: str = "auto"
-    max_model_len: int = Field(default=4096, ge=2)
-    block_size: int = Field(default=32, ge=1)
+    dtype: str = Field(default="auto", description="of the weights, as vLLM names them")
+    max_model_len: int = Field(default=4096, ge=2, description="tokens of a prompt and its answer together")
+    block_size: int = Field(default=32, ge=1, description="tokens of one KV block; must be equal in a pool")
     max_num_seqs: int = Field(default=16, ge=1, description="requests that one step may carry")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="tokens that one step may carry; None: vLLM decides")
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that share one engine")
 
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="cpu or cuda")
     kv_cache_gib: int = Field(default=1, ge=1, description="CPU only: size of the KV cache; vLLM would take nearly all memory")
     kv_buffer_device: Literal["cpu", "cuda"] | None = Field(
         default=None, description="where NIXL reads and writes; None: the device itself"
@@ -58,11 +58,11 @@ class VllmSettings(BaseModel):
     require_routable_host: bool = Field(default=False, description="refuse a loopback or unset side channel host (several machines)")
 
     kv_lease_s: int = Field(default=30, ge=2, description="how long prefilled blocks wait for a peer unless extended")
-    pull_timeout_s: float = Field(default=20.0, gt=0)
-    handshake_timeout_s: float = Field(default=10.0, gt=0)
+    pull_timeout_s: float = Field(default=20.0, gt=0, description="how long a KV cache may take to be pulled")
+    handshake_timeout_s: float = Field(default=10.0, gt=0, description="with a peer, for the first pull from it")
     call_timeout_s: float = Field(default=60.0, gt=0, description="administrative calls wait for the running step, but not longer")
     execute_model_timeout_s: int = Field(default=60, ge=1, description="a step that takes longer ends the engine")
-    start_timeout_s: float = Field(default=900.0, gt=0)
+    start_timeout_s: float = Field(default=900.0, gt=0, description="loading the model included")
     stop_timeout_s: float = Field(default=3.0, gt=0, description="after that the engine's processes are killed")
 
     lora_adapters: dict[str, str] = Field(default={}, description="adapters by name, and the folder of each")

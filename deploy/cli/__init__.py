@@ -10,6 +10,7 @@ from . import (
     batch,
     bench,
     chaos,
+    config,
     dead,
     drain,
     gateway,
@@ -32,6 +33,7 @@ app = typer.Typer(
 for group in (local, gateway, roles, requests, attach, drain, health, schemas, chaos, replay, size, profile):
     app.add_typer(group.app)
 app.add_typer(model.app, name="model", no_args_is_help=True, help="Models on this machine.")
+app.add_typer(config.app, name="config", no_args_is_help=True, help="Settings: what counts, and why.")
 app.add_typer(keys.app, name="keys", no_args_is_help=True, help="Who may use the gateways, and how much.")
 app.add_typer(batch.app, name="batch", no_args_is_help=True, help="Files of requests in, files of results out.")
 app.add_typer(dead.app, name="dead", no_args_is_help=True, help="What could not be processed.")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .configured import Config, configured
+
 if TYPE_CHECKING:
     from ...pipeline.settings import BrokerSettings, TopologySettings
 
@@ -41,9 +43,7 @@ WorkerOptions = Annotated[
 Limits = Annotated[
     list[str] | None,
     typer.Option(
-        "--limit",
-        envvar="JETWAKE_LIMITS",
-        help="KEY=VALUE, a bound of the queues, the same for all parts of a system: `--limit max_requests=5000`. Repeatable.",
+        "--limit", help="KEY=VALUE, a bound of the queues, the same for all parts of a system: `--limit max_requests=5000`. Repeatable."
     ),
 ]
 HealthFile = Annotated[
@@ -61,8 +61,12 @@ def _option(name: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Broker:
-    """The broker as options or environment name it. A command asks for it with a parameter of this type and `@takes_broker`."""
+    """The broker as options or environment name it. A command asks for it with a parameter of this type and `@takes_broker`.
 
+    `nats_x` is the field `x` of BrokerSettings.
+    """
+
+    config: Config = None
     nats_url: Annotated[str | None, _option("url", "An existing NATS server or cluster. Else: that of the running `jetwake up`.")] = None
     nats_credentials: Annotated[Path | None, _option("credentials", "Credentials file.")] = None
     nats_tls_ca: Annotated[Path | None, _option("tls-ca", "CA certificate of the server.")] = None
@@ -78,13 +82,9 @@ class Broker:
         url = self.nats_url or running_url()
         if url is None:
             raise BrokerUnavailable("no broker: start `jetwake up` in another terminal, or name one with --nats-url")
-        return BrokerSettings(
-            url=url,
-            credentials_file=self.nats_credentials,
-            tls_ca_file=self.nats_tls_ca,
-            tls_cert_file=self.nats_tls_cert,
-            tls_key_file=self.nats_tls_key,
-        )
+        given = {field.name.removeprefix("nats_"): getattr(self, field.name) for field in fields(self) if field.name.startswith("nats_")}
+        said = configured("nats") | {key: value for key, value in given.items() if value is not None} | {"url": url}
+        return BrokerSettings.model_validate(said)
 
 
 def takes(name: str, options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -170,7 +170,7 @@ def topology_settings(limits: list[str] | None = None) -> "TopologySettings":
     """Raises SetupError naming what is wrong."""
     from ..limits import topology_settings_of
 
-    return topology_settings_of(limits or [])
+    return topology_settings_of(limits or [], configured("limits"))
 
 
 def say(text: str) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .common import Broker, HealthFile, run, start_logging, stop_on_signals, takes_broker, topology_settings
+from .common import Broker, HealthFile, Limits, run, start_logging, stop_on_signals, takes_broker, topology_settings
+from .configured import configured
 
 app = typer.Typer()
 
@@ -42,6 +43,7 @@ def gateway(
         list[str] | None,
         typer.Option("--batch-option", help="KEY=VALUE of how batches are run: `--batch-option lines_at_once=64`. Repeatable."),
     ] = None,
+    limit: Limits = None,
     health_file: HealthFile = None,
     ready_file: Annotated[Path | None, typer.Option(help="Write the URLs there, as JSON, once it serves.")] = None,
 ) -> None:
@@ -56,9 +58,15 @@ def gateway(
         from ..gateway import run_gateway
         from ..gateway_batches import batch_settings
         from ..health import HealthTeller
+        from ..role_settings import built
 
         start_logging()
-        settings = GatewaySettings(
+        settings = built(
+            GatewaySettings,
+            "gateway",
+            configured("gateway"),
+            "",
+            [],
             name=name or f"gateway-{secrets.token_hex(6)}",
             host=host,
             port=port,
@@ -69,14 +77,14 @@ def gateway(
             request_timeout_s=request_timeout_s,
             keep_alive_s=keep_alive_s,
             resume_grace_s=resume_grace_s,
-            batches=batch_settings(batch_option or []),
+            batches=batch_settings(batch_option or [], configured("batches")),
             ready_file=ready_file,
             api_keys=api_keys,
             allow_open=allow_open,
             quota_replicas=quota_replicas,
             over_nats=over_nats,
             job_timeout_s=job_timeout_s,
-            flags=tuple(context.args),
+            flags=(*configured("gateway").get("flags", ()), *context.args),
         )
 
         def say_ready(url: str, admin_url: str) -> None:
@@ -85,7 +93,7 @@ def gateway(
 
         health = HealthTeller(settings.name, health_file)
         async with health.telling():
-            await run_gateway(settings, broker.settings(), topology_settings(), stop_on_signals(), say_ready, health)
+            await run_gateway(settings, broker.settings(), topology_settings(limit), stop_on_signals(), say_ready, health)
 
     run(body, loop_factory=_fast_loop())
 

@@ -21,6 +21,7 @@ from .common import (
     stop_on_signals,
     takes_broker,
 )
+from .configured import Config, configuration
 
 app = typer.Typer()
 
@@ -62,7 +63,20 @@ def up(
         options, routing = engine_option or [], router_option or []
         api = local_gateway(engine, port, gateway, context.args)
         system = local_system(
-            engine, model, served_model_name, options, policy, counts, store, given, say, routing, api, worker_option or [], limit or []
+            engine,
+            model,
+            served_model_name,
+            options,
+            policy,
+            counts,
+            store,
+            given,
+            say,
+            routing,
+            api,
+            worker_option or [],
+            limit or [],
+            configuration(),
         )
         with StartupView(api_url=api.url if api is not None else "") as view:
             await run_local(system, stop_on_signals(), view.ready, view.show)
@@ -75,6 +89,7 @@ def demo(
     prompt: Annotated[str, typer.Argument()] = "What is the capital of France?",
     engine: EngineKind = "vllm",
     model: Model = "demo",
+    config: Config = None,
 ) -> None:
     """Start one prefill and one decode worker, ask one question, stop everything."""
 
@@ -84,7 +99,7 @@ def demo(
         from ..startup_view import StartupView
 
         stopping = stop_on_signals()
-        system = local_system(engine, model, "", [], "kv_aware", (1, 1, 0), None, None, say)
+        system = local_system(engine, model, "", [], "kv_aware", (1, 1, 0), None, None, say, configuration=configuration())
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with StartupView(say_ready=False) as view:
             async with asyncio.TaskGroup() as tasks:

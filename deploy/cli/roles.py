@@ -22,6 +22,7 @@ from .common import (
     takes_broker,
     topology_settings,
 )
+from .configured import configured
 
 if TYPE_CHECKING:
     from ...schemas.workers import Role
@@ -42,12 +43,13 @@ def router(
     """Run one router: gives each request to a worker."""
 
     async def body() -> None:
-        from ..app import router_settings, run_router
+        from ..app import run_router
         from ..health import HealthTeller
+        from ..role_settings import router_settings
         from ..this_machine import name_of
 
         start_logging()
-        settings = router_settings(name_of(name, "router"), policy, router_option or [])
+        settings = router_settings(name_of(name, "router"), policy, router_option or [], configured("router"))
         health = HealthTeller(settings.name, health_file)
         async with health.telling():
             await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
@@ -72,16 +74,17 @@ def worker_command(role: "Role") -> Callable[..., None]:
         health_file: HealthFile = None,
     ) -> None:
         async def body() -> None:
-            from ..app import worker_settings
             from ..engines import make_engine
             from ..health import HealthTeller
             from ..options import parse_options
+            from ..role_settings import worker_settings
             from ..this_machine import name_of
             from ..worker import run_worker
 
             start_logging()
-            settings = worker_settings(name_of(name, role), role, domain, worker_option or [])
-            made = make_engine(engine, model, served_model_name, parse_options(engine_option or [], "--engine-option"))
+            settings = worker_settings(name_of(name, role), role, domain, worker_option or [], configured("worker"))
+            options = configured(engine) | parse_options(engine_option or [], "--engine-option")
+            made = make_engine(engine, model, served_model_name, options)
             health = HealthTeller(settings.name, health_file)
             async with health.telling():
                 await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)

@@ -12,8 +12,8 @@ class BatchSettings(BaseModel):
 
     batches_at_once: int = Field(default=4, ge=0, description="that this gateway runs; 0: it takes them in and leaves running to others")
     lines_at_once: int = Field(default=128, ge=1, description="of all batches that this gateway runs, on their way at the same time")
-    max_lines: int = Field(default=50_000, ge=1)
-    max_file_bytes: int = Field(default=200 << 20, ge=1024)
+    max_lines: int = Field(default=50_000, ge=1, description="of one batch")
+    max_file_bytes: int = Field(default=200 << 20, ge=1024, description="of one uploaded file")
     file_days: float = Field(default=30.0, gt=0.0, le=3650.0, description="how long files are kept that ask for nothing else")
 
     @property

@@ -13,9 +13,9 @@ class GatewaySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="whose replies these are: two gateways must not share one")
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only with API keys or allow_open")
     port: int = Field(default=8000, ge=0, le=65535, description="0: any free one")
-    admin_host: str = "127.0.0.1"
+    admin_host: str = Field(default="127.0.0.1", description="address of the admin port")
     admin_port: int = Field(default=0, ge=0, le=65535, description="metrics and health; 0: any free one")
     model: str | None = Field(default=None, description="the name its workers serve it under; None: the only one there is")
     tokenizer: Path | None = Field(
@@ -29,7 +29,7 @@ class GatewaySettings(BaseModel):
         description="how long a broken stream goes on for whoever resumes it; 0: it is cancelled at once, none can be resumed",
     )
     model_timeout_s: float = Field(default=900.0, gt=0, description="how long a starting gateway waits for a worker to announce the model")
-    max_body_bytes: int = Field(default=32 << 20, ge=1024)
+    max_body_bytes: int = Field(default=32 << 20, ge=1024, description="of one request over HTTP")
     retry_after_s: float = Field(default=1.0, gt=0, description="what a refused client is told to wait at least")
     store_patience_s: float = Field(
         default=5.0, gt=0, description="how long the broker may take to store a request before the client hears 503"

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
-from jetwake.deploy.app import RouterSettings, WorkerSettings, run_router
+from jetwake.deploy.app import run_router
 from jetwake.deploy.local import wait_until_served
+from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
 from jetwake.deploy.worker import run_worker
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.producers.client import Client

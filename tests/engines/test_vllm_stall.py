@@ -7,9 +7,10 @@ import psutil
 import pytest
 
 from jetwake.consumers.engine_vllm.engine import VllmEngine
-from jetwake.deploy.app import RouterSettings, WorkerSettings, run_router
+from jetwake.deploy.app import run_router
 from jetwake.deploy.local import wait_until_served
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
 from jetwake.deploy.worker import run_worker
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.registry import Registry

@@ -72,7 +72,7 @@ async def test_no_server_is_said_after_the_connect_timeout() -> None:
 
 async def test_a_missing_credentials_file_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="nothing"):
-        await Bus.open(BrokerSettings(credentials_file=tmp_path / "nothing"), "test")
+        await Bus.open(BrokerSettings(credentials=tmp_path / "nothing"), "test")
 
 
 async def test_callbacks_run_after_each_reconnect_until_they_succeed(own_server: NatsServer) -> None:
