@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from ..schemas.errors import BrokerUnavailable, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
 from .faults import FOREIGN_ERRORS, translated, translation
+from .hearing_client import HearingClient
 from .inbox import AnswerInbox
 from .raw import NO_HEADERS, RawMessage
 from .reconnects import ReconnectCallback, Reconnects
@@ -32,8 +32,6 @@ Callback = Callable[[RawMessage], None]
 
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 _PUBLISH_BUFFER_BYTES = 8 << 20
-_FLUSH_FORGOTTEN_S = 3600
-"""Never, as far as nats-py is concerned: a lost connection ends the waiting."""
 
 
 class Bus:
@@ -42,12 +40,11 @@ class Bus:
     def __init__(self, settings: BrokerSettings, name: str) -> None:
         self.settings = settings
         self.name = name
-        self._client: Client = Client()
+        self._client = HearingClient()
         self._connected = asyncio.Event()
         self._reconnects = Reconnects()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
-        self._flushes: set[asyncio.Task[None]] = set()
         self._last_error = "no error told"
         self._turned_away = False
         self._where = re.sub(r"//[^/@,]*@", "//", settings.url)  # passwords do not belong in error texts
@@ -223,24 +220,12 @@ class Bus:
         """The broker has seen all that was sent before."""
         if not self.connected:
             raise BrokerUnavailable(f"not connected to {self._where}")
-        # Neither a cancelled nor a late caller may end a ping: nats-py's reading loop ends for good when an answer meets a cancelled future.
-        flushing = asyncio.create_task(self._flush_client())
-        self._flushes.add(flushing)
-        flushing.add_done_callback(self._flush_ended)
-        await asyncio.wait({flushing}, timeout=self.settings.request_timeout_s)
-        if not flushing.done() or flushing.cancelled():
-            raise BrokerUnavailable(f"flushing: {self._where} did not answer within {self.settings.request_timeout_s:g} s")
-        with translation("flushing"):
-            flushing.result()
-
-    async def _flush_client(self) -> None:
-        for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
-            await self._client.flush(_FLUSH_FORGOTTEN_S)
-
-    def _flush_ended(self, flushing: asyncio.Task[None]) -> None:
-        self._flushes.discard(flushing)
-        if not flushing.cancelled():
-            flushing.exception()  # whoever asked may be gone
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
+                    await self._client.flush()
+        except FOREIGN_ERRORS as error:
+            raise translated(error, f"flushing: {self._where} did not answer") from error
 
     # -- what nats-py tells -------------------------------------------------------------------------------------------
 
@@ -273,7 +258,6 @@ class Bus:
         if not self._closing:
             logger.warning("%s: lost the connection to the broker", self.name)
         self._connected.clear()
-        self._give_up_flushes()
         self._inbox.fail_all(BrokerUnavailable("the connection was lost before the answer came"))
 
     async def _on_reconnected(self) -> None:
@@ -281,14 +265,8 @@ class Bus:
         self._connected.set()
         self._reconnects.happened()
 
-    def _give_up_flushes(self) -> None:
-        """No answer to their pings comes any more."""
-        for flushing in self._flushes:
-            flushing.cancel()
-
     async def _on_closed(self) -> None:
         self._connected.clear()
-        self._give_up_flushes()
         if not self._closed.done():
             self._closed.set_result(None)
 

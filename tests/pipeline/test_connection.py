@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jetwake.deploy.chaos.links import Link
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage, encoded_headers_bytes
 from jetwake.pipeline.jetstream import delivery_facts, nak
@@ -200,5 +201,24 @@ async def test_a_cancelled_flush_leaves_the_connection_hearing(bus: Bus, unique:
         heard: asyncio.Queue[RawMessage] = asyncio.Queue()
         await impatient.subscribe(unique, heard.put_nowait)
         await impatient.publish(unique, b"x")
+        async with asyncio.timeout(5):
+            assert (await heard.get()).data == b"x"
+
+
+async def test_a_connection_that_was_silent_for_a_while_hears_again(nats_server: NatsServer, unique: str) -> None:
+    """Who waited for the broker meanwhile gave up: the answers to their pings come all the same, and meet nobody."""
+    async with (
+        Link("silent", nats_server.port) as link,
+        Bus.connect(BrokerSettings(url=link.url, request_timeout_s=0.2), "listener") as bus,
+    ):
+        subscription = await bus.subscribe(f"{unique}.before", lambda _: None)
+        link.silence()
+        await subscription.drain(0.2)
+        with pytest.raises(BrokerUnavailable):
+            await bus.flush()
+        link.heal()
+        heard: asyncio.Queue[RawMessage] = asyncio.Queue()
+        await bus.subscribe(unique, heard.put_nowait)
+        await bus.publish(unique, b"x")
         async with asyncio.timeout(5):
             assert (await heard.get()).data == b"x"
