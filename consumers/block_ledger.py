@@ -34,12 +34,16 @@ class BlockLedger:
         """What the requests in hand need in all, those that wait here included."""
         return self._promised_blocks + self._wanted_blocks
 
+    def next_blocks(self) -> int:
+        """What the next handoff is expected to need: the largest recent one."""
+        return max(self._recent_needs)
+
     def claimable(self) -> int:
         """Pure: how many more handoffs may be claimed now."""
         if self._waiting:
             return 0
         free_blocks = self._capacity_blocks - self._promised_blocks
-        return free_blocks // max(self._recent_needs)
+        return free_blocks // self.next_blocks()
 
     @asynccontextmanager
     async def reserve(self, need_blocks: int) -> AsyncGenerator[None]:

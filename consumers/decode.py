@@ -1,6 +1,6 @@
 """The decode worker's loop: claim a handoff when it fits, pull its KV cache, stream the tokens, end the request.
 
-Reads `jw.handoff.<pool>`; writes a claim (`jw.claims.<request>.<attempt>`), token chunks, one terminal, or the request again with a
+Reads `jw.handoff.<pool>.<domain>`; writes a claim (`jw.claims.<request>.<attempt>`), token chunks, one terminal, or the request again with a
 higher attempt. Promises: a KV reference is pulled at most once (a second delivery, a stale or a failed one leads to a fresh prefill),
 and its blocks are released whenever they are not pulled.
 """
@@ -23,6 +23,7 @@ from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .block_ledger import BlockLedger
 from .continuing import Continuing
+from .decode_seats import DecodeLoad
 from .engine import Engine, EngineInfo
 from .legs import leg_of
 from .pull_health import PullHealth
@@ -68,6 +69,10 @@ class DecodeConsumer:
 
     def room(self) -> int:
         return min(self._ledger.claimable(), self._work.free_slots())
+
+    def load(self) -> DecodeLoad:
+        work, ledger = self._work, self._ledger
+        return DecodeLoad(ledger.promised_blocks(), self._info.capacity_blocks, work.in_hand, work.slots, ledger.next_blocks())
 
     async def handle(self, delivery: Delivery[KvHandoff]) -> None:
         handoff = delivery.message

@@ -1,7 +1,7 @@
 """The prefill worker's loop: a job from this worker's queue in, first token to the client, handoff to the decode pool out.
 
-Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>`; writes chunk 0, `jw.handoff.<pool>` or a
-terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
+Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>`; writes chunk 0, `jw.handoff.<pool>.<domain>` or
+a terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
 """
 
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ class PrefillConsumer:
         self._held.add(handoff)
         try:
             stored = await self._publisher.store(
-                subjects.handoff(self._card.pool),
+                subjects.handoff(self._card.pool, subjects.domain_token(self._card.domain)),
                 handoff,
                 message_id=subjects.message_id(request.request_id, "handoff", request.attempt),
                 headers=request_headers(request),

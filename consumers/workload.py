@@ -48,7 +48,7 @@ class Workload:
     """`untold`: where prefills here are compared with the KV events that were told."""
 
     def __init__(self, slots: int, untold: UntoldBlocks | None = None) -> None:
-        self._slots = slots
+        self.slots = slots
         self.untold = untold
         self.fetched = self.finished = self.prompt_tokens = self.fetched_sequence = 0
         self.backlog = PrefillBacklog()
@@ -60,7 +60,7 @@ class Workload:
         return self.fetched - self.finished
 
     def free_slots(self) -> int:
-        return 0 if self.engine_dead.is_set() else self._slots - self.in_hand
+        return 0 if self.engine_dead.is_set() else self.slots - self.in_hand
 
     @asynccontextmanager
     async def holding(self, request: InferenceRequest, sequence: int = 0, new_tokens: int = 0) -> AsyncGenerator[Prefilling]:

@@ -28,7 +28,7 @@ class WorkerSettings(BaseModel):
 
     name: str = Field(pattern=NAME, description="unique in the fleet; auto: the role and the name of this machine; else the role and -1")
     role: Role
-    domain: str = Field(default="", description="where it stands (a rack, a host): told on its card")
+    domain: str = Field(default="", description="where it stands (a rack, a host): decode workers there take its handoffs first")
     held_blocks_share: float = Field(
         default=0.5, gt=0.0, le=1.0, description="it stops fetching while more than this share of its KV cache waits to be pulled"
     )
@@ -72,6 +72,9 @@ class RouterSettings(BaseModel):
     lead: float = Field(
         default=KvAwareKnobs.lead, ge=0.0, description="how long before a worker is free it gets its next request, in shortest prefills"
     )
+    far_pull_s: float = Field(
+        default=KvAwareKnobs.far_pull_s, ge=0.0, description="what a prefill worker counts longer that would hand off to another domain"
+    )
     approximate_s: float = Field(
         default=0.0, ge=0.0, description="for engines without cache events: believe own decisions this long, and nothing else"
     )
@@ -89,6 +92,7 @@ class RouterSettings(BaseModel):
             room_wait_s=self.room_wait_s,
             hold_s=self.hold_s,
             lead=self.lead,
+            far_pull_s=self.far_pull_s,
         )
 
 

@@ -7,6 +7,7 @@ worker that was taken for dead goes on as a new incarnation, with the same engin
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from ..consumers.aggregated import AggregatedConsumer
@@ -14,6 +15,7 @@ from ..consumers.block_ledger import BlockLedger
 from ..consumers.continuing import Continuing
 from ..consumers.decode import DecodeConsumer
 from ..consumers.engine import Engine, EngineInfo
+from ..consumers.handoff_queues import HandoffQueues
 from ..consumers.kv_event_publisher import KvEventPublisher
 from ..consumers.leases import HeldHandoffs
 from ..consumers.peers import Peers
@@ -28,7 +30,7 @@ from ..schemas.decode import KvHandoff
 from ..schemas.drain import DrainHeard
 from ..schemas.errors import BusError, DeclaredDead, EngineDead, JetwakeError
 from ..schemas.prefill import PrefillJob
-from ..schemas.streams import PREFILL, decode_consumer, prefill_consumer
+from ..schemas.streams import PREFILL, ConsumerSpec, prefill_consumer
 from ..schemas.subjects import model_token
 from ..schemas.workers import WorkerCard, pool_name
 from .app import Loop, Pipe, first_of, health_of, open_pipe, run_until
@@ -98,10 +100,10 @@ class Worker:
         self._lane_work = Workload(direct_slots, self._events.untold)
         self._works = [self._lane_work]
         self._lane = self._lane_consumer()
-        self._consumers: list[Consumer[PrefillJob] | Consumer[KvHandoff]] = [self._lane]
+        self._consumers: list[Consumer[PrefillJob] | HandoffQueues] = [self._lane]
         if card.role == "decode":
             self._works.append(Workload(max(1, info.capacity_slots - direct_slots)))
-            self._consumers.append(self._handoff_consumer(self._works[1]))
+            self._consumers.append(self._handoff_queues(self._works[1]))
         self._load = LoadReporter(
             pipe.publisher, card, self._works, engine, lambda: (self._held.blocks, len(self._held)), self._ledger.promised_blocks
         )
@@ -111,8 +113,10 @@ class Worker:
     async def run(self, stopping: asyncio.Event) -> None:
         """Raises EngineDead, DeclaredDead."""
         pipe, card = self._pipe, self._card
+        await ensure_consumer(pipe.bus, self._lane.spec)
         for consumer in self._consumers:
-            await ensure_consumer(pipe.bus, consumer.spec)
+            if isinstance(consumer, HandoffQueues):
+                await consumer.declare()
         await self._held.listen(pipe.bus, card.lane)
         await self._events.listen()
         catalogue = ModelCatalogue(pipe.bus, pipe.publisher)
@@ -247,7 +251,7 @@ class Worker:
             ledger=self._ledger,
         )
 
-    def _handoff_consumer(self, work: Workload) -> Consumer[KvHandoff]:
+    def _handoff_queues(self, work: Workload) -> HandoffQueues:
         pipe, card = self._pipe, self._card
         loop = DecodeConsumer(
             self._engine,
@@ -262,19 +266,24 @@ class Worker:
             alive=lambda: pipe.registry.workers,
             continuing=self._continuing,
         )
-        spec = decode_consumer(card.pool)
-        return Consumer(
-            pipe.bus,
-            pipe.publisher,
-            spec,
-            KvHandoff,
-            loop.handle,
-            loop.room,
-            loop.fail,
-            stage="decode",
-            worker=card.worker,
-            again=loop.again,
-        )
+
+        def consumer(spec: ConsumerSpec, wanted: Callable[[], Mapping[int, int]], moved: Callable[[], None]) -> Consumer[KvHandoff]:
+            return Consumer(
+                pipe.bus,
+                pipe.publisher,
+                spec,
+                KvHandoff,
+                loop.handle,
+                loop.room,
+                loop.fail,
+                stage="decode",
+                worker=card.worker,
+                again=loop.again,
+                wanted=wanted,
+                moved=moved,
+            )
+
+        return HandoffQueues(pipe.bus, pipe.registry, card, loop.room, loop.load, consumer)
 
 
 def card_of(settings: WorkerSettings, info: EngineInfo, now_ns: int) -> WorkerCard:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from ..consumers.engine import Engine
 from ..consumers.leases import HeldHandoffs
@@ -34,11 +34,17 @@ class DrainOutcome:
     took_s: float
 
 
+class Stoppable(Protocol):
+    async def stop(self, grace_s: float) -> None:
+        """As `Consumer.stop`."""
+        ...
+
+
 class WorkerDrain:
     """`lane`: the worker's own queue; `consumers`: all it takes work from, that one included."""
 
     def __init__(
-        self, pipe: Pipe, engine: Engine, held: HeldHandoffs, lane: Consumer[PrefillJob], consumers: Sequence[Consumer[Any]], grace_s: float
+        self, pipe: Pipe, engine: Engine, held: HeldHandoffs, lane: Consumer[PrefillJob], consumers: Sequence[Stoppable], grace_s: float
     ) -> None:
         self._pipe = pipe
         self._engine = engine

@@ -50,6 +50,9 @@ class Consumer(Generic[M]):
     `room` tells before its first await. `fail` tells the client that its request has failed; it runs before settling. `again`, where
     there is one, gives what went wrong here to another worker, instead of a second try here. `declare` is what to do when the
     consumer may be gone; without it, it is declared again.
+
+    For an owner of several consumers with one room: `wanted` says what to ask for here, by priority, in place of all that `room` has;
+    `moved` is called when what is asked for, or the room, may have changed.
     """
 
     def __init__(  # the owner's four callbacks and names: what differs between the loops of a router, a prefill and a decode worker
@@ -67,6 +70,8 @@ class Consumer(Generic[M]):
         clock: Clock | None = None,
         again: Callable[[Delivery[M], JetwakeError], Awaitable[None]] | None = None,
         declare: Callable[[], Awaitable[None]] | None = None,
+        wanted: Callable[[], Mapping[int, int]] | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self._bus = bus
@@ -77,9 +82,10 @@ class Consumer(Generic[M]):
         self._again = again
         self._max_deliveries = max_deliveries
         self._settler = Settler(bus, Terminals(bus, publisher, clock or WallClock()), spec, stage, worker)
-        self._pull = StandingPull(bus, spec, self._free, self._take, declare)
+        self._pull = StandingPull(bus, spec, wanted or self._all_room, self._take, declare, moved)
         self._held: dict[tuple[int, int], Held] = {}
-        self._unbegun = 0
+        self.unbegun = 0
+        self._moved = moved
         self._excused: dict[tuple[int, int], int] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._handlers: set[asyncio.Task[None]] = set()
@@ -91,7 +97,7 @@ class Consumer(Generic[M]):
 
     @property
     def in_hand(self) -> int:
-        """Fetched and not yet settled."""
+        """Fetched and not yet settled; of these, `unbegun` are not yet counted by the owner's room."""
         return len(self._held)
 
     @property
@@ -106,6 +112,11 @@ class Consumer(Generic[M]):
 
     def room_changed(self) -> None:
         """To be called when `room()` may say something new."""
+        self.reconsider()
+        self._moved()
+
+    def reconsider(self) -> None:
+        """As `room_changed`, without a word to others with the same room."""
         self._pull.reconsider()
         self._news.set()
         self._news = asyncio.Event()
@@ -156,9 +167,9 @@ class Consumer(Generic[M]):
                 with suppress(BusError):  # cut off at this moment: the next report comes soon
                     await self._bus.publish(held.raw.reply, IN_PROGRESS)
 
-    def _free(self) -> int:
+    def _all_room(self) -> Mapping[int, int]:
         """What may be asked for: the owner's room less what has arrived and is not yet counted by it."""
-        return self._room() - self._unbegun
+        return {0: max(0, self._room() - self.unbegun)}
 
     # -- one message ------------------------------------------------------------------------------------------------
 
@@ -170,7 +181,7 @@ class Consumer(Generic[M]):
             again.raw, again.facts = held.raw, held.facts
             return
         self._held[held.identity] = held
-        self._unbegun += 1
+        self.unbegun += 1
         if self._tasks is None:
             return  # run() is ending, and hands back what is held
         task = self._tasks.create_task(self._process(held), name=f"{self.spec.durable}-{held.facts.sequence}")
@@ -184,7 +195,7 @@ class Consumer(Generic[M]):
                 await self._hand_back(held)
                 return
             held.begun = True
-            self._unbegun -= 1
+            self.unbegun -= 1
             outcome = await _outcome(self._handled(held))
             self.room_changed()  # the slot is free now; settling need not be waited for
             problem = await _outcome(self._settle(held, outcome))
@@ -261,7 +272,7 @@ class Consumer(Generic[M]):
 
     def _forget(self, held: Held) -> None:
         if self._held.pop(held.identity, None) is not None and not held.begun:
-            self._unbegun -= 1
+            self.unbegun -= 1
         self.room_changed()
 
     def _excuse(self, held: Held) -> None:

@@ -1,15 +1,20 @@
 """Credit: keeps as many messages asked for at the broker as the owner has room for, and never more.
 
 Writes pull requests of one durable consumer; reads what comes to their inbox and hands messages on. Promises: `outstanding`
-is at most `free()` (when room shrinks, pulls are taken back); what arrives beyond it all the same is handed on too, never
-dropped; pulls are issued again after a reconnect, silence, or loss of the consumer, which is declared again, without a hot loop.
+is at most what `wanted()` sums up to (when room shrinks, pulls are taken back); what arrives beyond it all the same is handed on too,
+never dropped; pulls are issued again after a reconnect, silence, or loss of the consumer, which is declared again, without a hot loop.
+
+Where the consumer has a priority group, the broker serves pulls of a lower number first, and those of one number in turn. What is
+asked for at different priorities has an inbox each, so that each can be counted and taken back alone.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 from ..schemas.errors import BusError, NotPermitted
 from ..schemas.streams import ConsumerSpec
@@ -30,36 +35,50 @@ _HEARTBEAT = "100"
 _STARTING = "it starts"
 
 
+@dataclass
+class _Asked:
+    """What is asked for at one priority. `inbox`: of all its pulls."""
+
+    inbox: str
+    subscription: Subscription
+    outstanding: int = 0
+
+
 class StandingPull:
-    """`free()`: how many messages may be on their way. `take`: called for each that arrives. `declare`: see `Consumer`; what it raises
-    and is no BusError ends `run`.
+    """`wanted()`: by priority, how many messages may be on their way; a consumer without a priority group has 0 alone. `take`: called
+    for each that arrives. `declare`: see `Consumer`; what it raises and is no BusError ends `run`. `moved`: called whenever
+    `outstanding` has changed.
     """
 
     def __init__(
         self,
         bus: Bus,
         spec: ConsumerSpec,
-        free: Callable[[], int],
+        wanted: Callable[[], Mapping[int, int]],
         take: Callable[[RawMessage], None],
         declare: Callable[[], Awaitable[None]] | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus = bus
         self._spec = spec
-        self._free = free
+        self._wanted = wanted
         self._take = take
         self._declare_own = declare
-        self.outstanding = 0
+        self._moved = moved
+        self._asked: dict[int, _Asked] = {}
         self._changed = asyncio.Event()
-        self._inbox = ""
-        self._subscription: Subscription | None = None
         self._pulls = 0
         self._failures = 0
         self._lost = _STARTING
         self._connection_is_new = asyncio.Event()
         self._heard = 0.0
 
+    @property
+    def outstanding(self) -> int:
+        return sum(asked.outstanding for asked in self._asked.values())
+
     def reconsider(self) -> None:
-        """Something changed: compare what is asked for with what is free."""
+        """Something changed: compare what is asked for with what is wanted."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -75,7 +94,7 @@ class StandingPull:
                     await self._wait_for_change()
         finally:
             remove()
-            await self._take_back()
+            await self._take_all_back()
 
     async def _begin_anew(self) -> None:
         """The broker forgot our pulls with the connection, and perhaps the consumer too."""
@@ -95,7 +114,7 @@ class StandingPull:
                 async with asyncio.timeout(backoff_s(self._failures, first_s=0.1)):
                     await self._connection_is_new.wait()
         self._failures += 1
-        await self._take_back()
+        await self._take_all_back()
         why, self._lost = self._lost, ""  # only now: the ends of other pulls said the same
         try:
             await self._declare()
@@ -110,21 +129,22 @@ class StandingPull:
             logger.debug("%s: not ours to declare", self._spec.durable)
 
     async def _adjust(self) -> None:
-        if self.outstanding > max(0, self._free()):
-            await self._take_back()
-        free = max(0, self._free())
-        wanted = free - self.outstanding
-        # With many outstanding, single freed slots are gathered: the broker still has enough to send.
-        if wanted > free // 8:
+        for priority in too_much({priority: asked.outstanding for priority, asked in self._asked.items()}, self._wanted()):
+            await self._take_back(priority)
+        # Taking back took time, and messages may have come.
+        for priority, batch in too_little({priority: asked.outstanding for priority, asked in self._asked.items()}, self._wanted()).items():
             try:
-                await self._ask(wanted)
+                await self._ask(priority, batch)
             except BusError as error:
                 self._lose(f"{error.code}: {error}")
+                return
 
-    async def _ask(self, batch: int) -> None:
-        if self._subscription is None:
-            self._inbox = self._bus.new_inbox()
-            self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._receive)
+    async def _ask(self, priority: int, batch: int) -> None:
+        asked = self._asked.get(priority)
+        if asked is None:
+            inbox = self._bus.new_inbox()
+            asked = _Asked(inbox, await self._bus.subscribe(f"{inbox}.*", partial(self._receive, priority)))
+            self._asked[priority] = asked
         if self.outstanding == 0:
             self._heard = asyncio.get_running_loop().time()
         self._pulls += 1
@@ -135,18 +155,28 @@ class StandingPull:
             # Enough for the largest message, and far from what the broker cuts a slow connection off for.
             "max_bytes": max(_PULL_BYTES, 2 * self._bus.max_payload_bytes),
         }
-        self.outstanding += batch
+        if self._spec.priority_group:
+            pull |= {"group": self._spec.priority_group, "priority": priority}
+        asked.outstanding += batch
+        self._moved()
         subject = pull_subject(self._spec.stream, self._spec.durable)
-        await self._bus.publish_with_reply(subject, json.dumps(pull).encode(), f"{self._inbox}.{self._pulls}")
+        await self._bus.publish_with_reply(subject, json.dumps(pull).encode(), f"{asked.inbox}.{self._pulls}")
 
-    async def _take_back(self) -> None:
+    async def _take_back(self, priority: int) -> None:
         """There is no order to cancel a pull; leaving its inbox does it. A new inbox is for the next ones."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None and self._bus.connected:
-            await subscription.drain(self._bus.settings.request_timeout_s)
-        elif subscription is not None:
-            await subscription.unsubscribe()
-        self.outstanding = 0
+        asked = self._asked[priority]
+        try:
+            if self._bus.connected:
+                await asked.subscription.drain(self._bus.settings.request_timeout_s)
+            else:
+                await asked.subscription.unsubscribe()
+        finally:
+            del self._asked[priority]
+            self._moved()
+
+    async def _take_all_back(self) -> None:
+        for priority in list(self._asked):
+            await self._take_back(priority)
 
     async def _wait_for_change(self) -> None:
         loop = asyncio.get_running_loop()
@@ -161,19 +191,55 @@ class StandingPull:
 
     # -- what arrives -----------------------------------------------------------------------------------------------
 
-    def _receive(self, message: RawMessage) -> None:
+    def _receive(self, priority: int, message: RawMessage) -> None:
         self._heard = asyncio.get_running_loop().time()
         if is_delivery(message):
             self._failures = 0
-            self.outstanding = max(0, self.outstanding - 1)
+            self._came(priority, 1)
             self._take(message)
         elif message.status == _HEARTBEAT:
             self._failures = 0
             return
         elif PENDING_MESSAGES_HEADER in message.headers:  # this pull has ended, with so many messages not sent
-            self.outstanding = max(0, self.outstanding - int(message.headers[PENDING_MESSAGES_HEADER]))
+            self._came(priority, int(message.headers[PENDING_MESSAGES_HEADER]))
         else:
             # Perhaps somebody takes the queue over: let them make their consumer before we make ours again.
             self._failures = max(self._failures, 2)
             self._lose(f"the broker said {message.status} {message.headers.get('Description', 'no responders')}")
         self._changed.set()
+
+    def _came(self, priority: int, count: int) -> None:
+        asked = self._asked.get(priority)
+        if asked is not None:
+            asked.outstanding = max(0, asked.outstanding - count)
+            self._moved()
+
+
+def too_much(outstanding: Mapping[int, int], wanted: Mapping[int, int]) -> list[int]:
+    """The priorities to take back: while more is asked for than wanted, or while it looks better to the broker than it is. Pure.
+
+    What stands behind the first of them may differ: only the first matters now, and each pull that is left alone costs nothing.
+    """
+    left = {priority: count for priority, count in outstanding.items() if count}
+    first, total = min((priority for priority, count in wanted.items() if count), default=0), sum(wanted.values())
+    back = [priority for priority in left if priority < first]
+    for priority in sorted(left.keys() - set(back), reverse=True):
+        if sum(left[one] for one in left if one not in back) <= total - (0 if first in left else 1):
+            break  # with room for one at the first priority, where nothing is asked for yet
+        back.append(priority)
+    return back
+
+
+def too_little(outstanding: Mapping[int, int], wanted: Mapping[int, int]) -> dict[int, int]:
+    """By priority, how many more to ask for. Pure."""
+    free, missing = sum(wanted.values()), sum(wanted.values()) - sum(outstanding.values())
+    first = min((priority for priority, count in wanted.items() if count), default=0)
+    if missing <= 0 or (missing <= free // 8 and outstanding.get(first, 0)):
+        return {}  # with many outstanding, single freed slots are gathered: the broker still has enough to send
+    more = dict[int, int]()
+    for priority in sorted(wanted):
+        count = min(missing, wanted[priority] - outstanding.get(priority, 0))
+        if count > 0:
+            more[priority] = count
+            missing -= count
+    return more

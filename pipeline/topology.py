@@ -148,11 +148,11 @@ async def consumer_counts(bus: Bus) -> dict[str, QueueCount]:
     return counts
 
 
-async def subject_counts(bus: Bus, stream: str) -> dict[str, int]:
-    """Stored messages for each subject of a stream, owned or not: what the sweep for queues without a living owner reads."""
+async def subject_counts(bus: Bus, stream: str, subjects: str = ">") -> dict[str, int]:
+    """Stored messages for each subject of a stream that matches, owned or not: what the sweep for queues without a living owner reads."""
     counts: dict[str, int] = {}
     while True:
-        page = await _info(bus, f"STREAM.INFO.{stream}", {"subjects_filter": ">", "offset": len(counts)})
+        page = await _info(bus, f"STREAM.INFO.{stream}", {"subjects_filter": subjects, "offset": len(counts)})
         state: Json = page["state"] if page else {}
         found: dict[str, int] = state.get("subjects") or {}
         counts |= found
@@ -296,7 +296,7 @@ def _objects_config(spec: ObjectsSpec) -> Json:
 
 
 def _consumer_config(spec: ConsumerSpec) -> Json:
-    return {
+    config: Json = {
         "name": spec.durable,
         "durable_name": spec.durable,
         "filter_subject": spec.filter_subject,
@@ -306,5 +306,9 @@ def _consumer_config(spec: ConsumerSpec) -> Json:
         "ack_wait": round(spec.ack_wait_s * _NS),
         "max_deliver": -1,  # attempts are counted in code: what the server gives up on would stay in the queue unseen
         "max_ack_pending": spec.max_ack_pending,
+        "max_waiting": spec.max_waiting,
         "inactive_threshold": round(spec.inactive_threshold_s * _NS),
     }
+    if spec.priority_group:
+        config |= {"priority_policy": "prioritized", "priority_groups": [spec.priority_group]}
+    return config

@@ -11,6 +11,7 @@ from typing import Protocol
 from ..schemas.blocks import block_count
 from ..schemas.workers import PrefillTiming, WorkerCard, WorkerLoad
 from .lane_ledger import LaneLedger
+from .near_decode import Domain, domains_with_room, is_far
 
 DEFAULT_TIMING = PrefillTiming(base_s=0.02, per_token_s=0.0001)
 """Until a worker has told its own: about an 8B model on one large GPU. Only its shape matters then, as all workers share it."""
@@ -22,6 +23,8 @@ class Candidate:
 
     `queued_*`: routed to it and not yet taken by it. `prefill_left_s`: what the worker expected of the prefills in its hands at
     `told_s`. `free_blocks` are KV blocks that neither are in use nor wanted by a job there: below 0 when more are wanted than there are.
+
+    `is_far`: no decode worker of its topology domain has room, and one of another has.
 
     One object serves many decisions: what does not depend on the request belongs here, computed once. `load` is all requests there.
     """
@@ -40,6 +43,7 @@ class Candidate:
     capacity_blocks: int = 0
     free_blocks: int = 0
     timing: PrefillTiming = DEFAULT_TIMING
+    is_far: bool = False
     load: int = field(init=False)
     prefill_base_s: float = field(init=False)
     prefill_per_token_s: float = field(init=False)
@@ -100,7 +104,11 @@ def candidates(
     """
     shared = quickest_timing(model, cards, loads)
     told = [(card, loads.get(card.lane)) for card in startable(model, cards, direct)]
-    return tuple(_candidate(card, load, ledger, (load.prefill_timing if load else None) or shared, 0.0) for card, load in told)
+    with_room = domains_with_room(cards, loads)
+    return tuple(
+        _candidate(card, load, ledger, (load.prefill_timing if load else None) or shared, 0.0, is_far(card, with_room))
+        for card, load in told
+    )
 
 
 def startable(model: str, cards: Mapping[str, WorkerCard], direct: bool) -> list[WorkerCard]:
@@ -118,7 +126,7 @@ def quickest_timing(model: str, cards: Mapping[str, WorkerCard], loads: Mapping[
     return min((timing for timing in told if timing is not None), key=lambda timing: timing.seconds(1000), default=DEFAULT_TIMING)
 
 
-def _candidate(card: WorkerCard, load: WorkerLoad | None, ledger: LaneLedger, timing: PrefillTiming, told_s: float) -> Candidate:
+def _candidate(card: WorkerCard, load: WorkerLoad | None, ledger: LaneLedger, timing: PrefillTiming, told_s: float, far: bool) -> Candidate:
     lane = card.lane
     return Candidate(
         lane=lane,
@@ -135,6 +143,7 @@ def _candidate(card: WorkerCard, load: WorkerLoad | None, ledger: LaneLedger, ti
         free_blocks=card.capacity_blocks - (load.used_blocks + load.wanted_blocks if load else 0),
         free_slots=load.free_slots if load else card.capacity_slots,
         timing=timing,
+        is_far=far,
     )
 
 
@@ -162,6 +171,8 @@ class Fleet:
         self._made: dict[str, Candidate] = {}
         self._guessed: set[str] = set()
         self._quickest: dict[str, PrefillTiming] = {}
+        self._with_room: frozenset[Domain] = frozenset()
+        self._decoding: frozenset[str] = frozenset()
 
     @property
     def loads(self) -> Mapping[str, WorkerLoad]:
@@ -177,17 +188,22 @@ class Fleet:
         if (known.prefill_timing if known else None) != load.prefill_timing:
             self._quickest.clear()
             self._ledger.changed |= self._guessed
+        if lane in self._decoding and (with_room := domains_with_room(self._cards, self._loads)) != self._with_room:
+            self._with_room = with_room
+            self._ledger.changed |= self._seen.keys()
 
     def forget(self, lane: str) -> WorkerLoad | None:
         """What it told last, if anything."""
-        self._start_anew()
         self._told_s.pop(lane, None)
-        return self._loads.pop(lane, None)
+        last = self._loads.pop(lane, None)
+        self._start_anew()
+        return last
 
     def candidates(self, model: str, cards: Mapping[str, WorkerCard], *, direct: bool = False) -> tuple[Candidate, ...]:
         """`cards` must be a new object whenever it says something new, as the registry's is."""
         if cards is not self._cards:
             self._cards = cards
+            self._decoding = frozenset(card.lane for card in cards.values() if card.role == "decode")
             self._start_anew()
         if self._ledger.changed:
             self._remake_changed()
@@ -213,7 +229,7 @@ class Fleet:
             timing = self._quickest.get(card.model)
             if timing is None:
                 timing = self._quickest[card.model] = quickest_timing(card.model, self._cards, self._loads)
-        self._made[lane] = _candidate(card, load, self._ledger, timing, self._told_s.get(lane, 0.0))
+        self._made[lane] = _candidate(card, load, self._ledger, timing, self._told_s.get(lane, 0.0), is_far(card, self._with_room))
 
     def _remake_changed(self) -> None:
         self._guessed -= self._ledger.changed
@@ -224,5 +240,6 @@ class Fleet:
             view.candidates = None
 
     def _start_anew(self) -> None:
+        self._with_room = domains_with_room(self._cards, self._loads)
         for known in (self._views, self._seen, self._made, self._guessed, self._quickest):
             known.clear()

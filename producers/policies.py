@@ -121,6 +121,9 @@ class KvAwareKnobs:
     `room_wait_s`: seconds until a whole KV cache in use has been given back, for requests that find no room. `hold_s`: the longest that
     the router keeps a request for want of a free worker (0: not at all). `lead`: how long before a worker is free the next is sent, in
     times that its shortest prefill takes.
+
+    `far_pull_s`: how much longer the pull of a KV cache takes from another topology domain, for prefill workers whose own domain has no
+    decode worker with room while another has.
     """
 
     overlap_weight: float = 1.0
@@ -134,6 +137,7 @@ class KvAwareKnobs:
     room_wait_s: float = 15.0
     hold_s: float = 2.0
     lead: float = 1.5
+    far_pull_s: float = 0.05
 
 
 class KvAware:
@@ -187,6 +191,8 @@ class KvAware:
                 expected_s += knobs.interference_weight * candidate.running_requests * prefill_s
             elif candidate.role == "prefill":
                 expected_s += handoff_s
+                if candidate.is_far:
+                    expected_s += knobs.far_pull_s
             else:
                 expected_s += knobs.decode_weight * candidate.prefill_per_token_s * candidate.used_blocks * query.block_size_tokens
             scores[lane] = expected_s

@@ -6,11 +6,15 @@ Sizes are defaults for one laptop; `TopologySettings` overrides those an operato
 from dataclasses import dataclass
 from typing import Literal
 
+from .subjects import NO_DOMAIN, handoff
+
 DUPLICATE_WINDOW_S = 120
 ACK_WAIT_S = 10
 """How long a worker may be silent about a message it holds; it reports every third of this."""
 DECODE_ACK_WAIT_S = 5
 """What a dead decode worker had in hand waits as long: little more than it takes routers to see that a worker died."""
+DECODE_PULLS = 4096
+"""A decode worker has a pull at the broker for each priority it asks at: up to ten."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,19 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """One durable pull consumer. `inactive_threshold_s` 0: it stays for ever."""
+    """One durable pull consumer. `inactive_threshold_s` 0: it stays for ever. `max_ack_pending` -1: who asks for no more than it has room
+    for needs no limit, and one that is full of what dead workers held would stop the queue. `priority_group`: pulls carry a priority,
+    and the lowest number is served first.
+    """
 
     stream: str
     durable: str
     filter_subject: str
     ack_wait_s: float = ACK_WAIT_S
-    max_ack_pending: int = 1024
+    max_ack_pending: int = -1
+    max_waiting: int = 512
     inactive_threshold_s: float = 0
+    priority_group: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ REQUESTS = StreamSpec("JW_REQUESTS", ("jw.requests.*.*",), "workqueue", "file", 
 PREFILL = StreamSpec(
     "JW_PREFILL", ("jw.prefill.*",), "workqueue", "file", "new", max_messages_per_subject=256, discard_new_per_subject=True
 )
-HANDOFF = StreamSpec("JW_HANDOFF", ("jw.handoff.*",), "workqueue", "file", "new", max_messages=50_000, max_bytes=4 << 30)
+HANDOFF = StreamSpec("JW_HANDOFF", ("jw.handoff.*.*",), "workqueue", "file", "new", max_messages=50_000, max_bytes=4 << 30)
 REPLIES = StreamSpec(
     "JW_REPLIES", ("jw.replies.*.*",), "limits", "memory", "old", max_bytes=256 << 20, max_age_s=300, allow_direct=True, no_ack=True
 )
@@ -148,9 +157,12 @@ def takeover_consumer(lane: str) -> ConsumerSpec:
     return ConsumerSpec(PREFILL.name, f"takeover-{lane}", f"jw.prefill.{lane}", inactive_threshold_s=60)
 
 
-def decode_consumer(pool: str) -> ConsumerSpec:
-    """Shared by the decode workers of a pool."""
-    return ConsumerSpec(HANDOFF.name, pool, f"jw.handoff.{pool}", ack_wait_s=DECODE_ACK_WAIT_S)
+def decode_consumer(pool: str, token: str = NO_DOMAIN) -> ConsumerSpec:
+    """Shared by the decode workers of a pool, for the handoffs of one topology domain (`subjects.domain_token`)."""
+    durable = pool if token == NO_DOMAIN else f"{pool}={token}"
+    return ConsumerSpec(
+        HANDOFF.name, durable, handoff(pool, token), ack_wait_s=DECODE_ACK_WAIT_S, max_waiting=DECODE_PULLS, priority_group="decode"
+    )
 
 
 JOBS_CONSUMER = ConsumerSpec(OPENAI_JOBS.name, "openai-jobs", "jw.openai.jobs.>")

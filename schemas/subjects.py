@@ -34,8 +34,17 @@ def prefill(lane: str) -> str:
     return f"jw.prefill.{lane}"
 
 
-def handoff(pool: str) -> str:
-    return f"jw.handoff.{pool}"
+NO_DOMAIN = "_"
+
+
+def domain_token(domain: str) -> str:
+    """A topology domain as one subject token; workers that name none are one domain together."""
+    return model_token(domain) if domain else NO_DOMAIN
+
+
+def handoff(pool: str, token: str) -> str:
+    """`token`: the prefill worker's `domain_token`. It may be `*`."""
+    return f"jw.handoff.{pool}.{token}"
 
 
 def reply(gateway: str, request_id: str) -> str:

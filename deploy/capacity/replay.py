@@ -229,13 +229,17 @@ class _Replay:
     # -- from prefill to decode ---------------------------------------------------------------------------------------
 
     def _claim(self, now_s: float) -> None:
-        """The oldest handoff goes to the decode worker that has waited longest for one and has room for it."""
+        """The oldest handoff goes to the decode worker with room that the broker would serve first: by priority, then who waited longest."""
+        link = self._settings.link
         while self._handoffs:
             handoff = self._handoffs[0]
             request = self._trace.requests[handoff.number]
             job = Job(handoff.number, request.input_tokens, request.output_tokens, self._hashes[handoff.number])
             need_blocks = self._need_blocks(request)
-            taker = next((worker for worker in self._decode if worker.may_claim(need_blocks) and worker.engine.reserve(job, now_s)), None)
+            near = link.domain(handoff.source.place)
+            able = [worker for worker in self._decode if worker.may_claim(need_blocks)]
+            able.sort(key=lambda worker: worker.priority(need_blocks, is_near=link.domain(worker.place) == near))
+            taker = next((worker for worker in able if worker.engine.reserve(job, now_s)), None)
             if taker is None:
                 return
             self._handoffs.popleft()

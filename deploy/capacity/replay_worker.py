@@ -5,6 +5,7 @@ from collections import deque
 from typing import Protocol
 
 from ...consumers.block_pool import BlockPool
+from ...consumers.decode_seats import DecodeLoad
 from ...consumers.prefill_backlog import PrefillBacklog
 from ...schemas.workers import Role, WorkerLoad
 from .replay_engine import Job, ReplayEngine
@@ -65,6 +66,12 @@ class ReplayWorker:
     def may_claim(self, need_blocks: int) -> bool:
         """As the product's decode worker (`consumers.block_ledger`): only what fits to its end, so that nobody is pushed out."""
         return self.free_slots > 0 and self.promised_blocks + need_blocks <= self.engine.pool.num_blocks
+
+    def priority(self, need_blocks: int, is_near: bool) -> int:
+        """At which a decode worker asks the broker for a handoff now."""
+        running = self.taken - self._finished
+        load = DecodeLoad(self.promised_blocks, self.engine.pool.num_blocks, running, self._slots, need_blocks)
+        return load.near_priority() if is_near else load.far_priority()
 
     @property
     def waiting(self) -> int:

@@ -46,7 +46,7 @@ class Life:
         fields = {
             "worker": f"w{number}", "incarnation": str(self.dice.randint(1, 2)), "role": role, "model": MODELS[number // 4], "pool": "p",
             "compatibility": SAME, "capacity_blocks": 10, "capacity_slots": 4, "max_model_len_tokens": 100,
-            "state": self.dice.choice(("ready", "ready", "draining")), "peers": self.dice.sample(lanes, 8),
+            "state": self.dice.choice(("ready", "ready", "draining")), "peers": self.dice.sample(lanes, 8), "domain": self.dice.choice(("", "", "a", "b")),
         }  # fmt: skip
         self.cards = {**self.cards, f"w{number}": WorkerCard.model_validate(fields)}
 
@@ -142,6 +142,8 @@ def expected_s(candidate: Candidate, query: Query, knobs: KvAwareKnobs, now_s: f
         total_s += knobs.interference_weight * candidate.running_requests * prefill_s
     if candidate.role == "prefill" and knobs.direct_max_new_tokens:
         total_s += knobs.handoff_s
+    if candidate.role == "prefill" and candidate.is_far:
+        total_s += knobs.far_pull_s
     if candidate.role == "aggregated":
         used_tokens = (candidate.capacity_blocks - candidate.free_blocks) * query.block_size_tokens
         total_s += knobs.decode_weight * used_tokens * candidate.timing.per_token_s
@@ -160,6 +162,7 @@ def test_kv_aware_scores_what_is_documented_and_takes_the_least(seed: int) -> No
             Candidate(
                 lane, lane, dice.choice(("prefill", "decode", "aggregated")), dice.randrange(3), dice.randrange(3), 0, 4, dice.random() / 9,
                 dice.random() / 9, 5.0 + dice.random() / 9, dice.randrange(3), 100, dice.randrange(-20, 100), PrefillTiming(base_s=dice.random() / 50, per_token_s=dice.random() / 5000),
+                dice.random() < 0.5,
             )
             for lane in lanes
         ]  # fmt: skip

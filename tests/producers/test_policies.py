@@ -162,3 +162,21 @@ def test_a_session_stays_until_another_worker_is_sooner_by_more_than_the_affinit
     query = replace(matched(), session_lane="b")
     assert policy.choose([candidate("a"), replace(candidate("b"), queued_work_s=0.05)], query).lane == "b"
     assert policy.choose([candidate("a"), replace(candidate("b"), queued_work_s=0.5)], query).lane == "a"
+
+
+def test_prefill_workers_with_decode_room_in_their_own_domain_are_preferred_by_the_time_of_a_far_pull() -> None:
+    near, far = card("p", "prefill", domain="a"), card("q", "prefill", domain="b")
+    peers = [near.lane, far.lane]
+    cards = {
+        each.worker: each
+        for each in (near, far, card("d", "decode", domain="a", peers=peers), card("e", "decode", domain="b", peers=peers))
+    }
+    full = {"e-1": WorkerLoad(worker="e", incarnation="1", free_slots=0)}
+    policy = KvAware(knobs=KvAwareKnobs(far_pull_s=0.05))
+    found = candidates("m", cards, full, LaneLedger())
+    assert [each.is_far for each in found] == [False, True]
+    scores = policy.choose(found, QUERY).scores
+    assert scores[far.lane] == pytest.approx(scores[near.lane] + 0.05)
+    assert not any(each.is_far for each in candidates("m", cards, {}, LaneLedger()))
+    without_domains = {name: each.model_copy(update={"domain": ""}) for name, each in cards.items()}
+    assert not any(each.is_far for each in candidates("m", without_domains, full, LaneLedger()))
