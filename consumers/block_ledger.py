@@ -1,12 +1,13 @@
 """A worker's promise book: it runs only requests whose whole KV cache fits, so that no two wait for each other's blocks."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ..schemas.blocks import block_count
-from ..schemas.errors import EngineRefused
+from ..schemas.errors import EngineRefused, NoRoom
 from ..schemas.requests import InferenceRequest
 
 
@@ -14,11 +15,12 @@ class BlockLedger:
     """Blocks promised to the requests in hand, so that only what fits is claimed. `need` of a request: prompt plus max_tokens.
 
     What the next handoff needs is known only once it is claimed; `claimable` assumes the largest recent one. One that does
-    not fit after all waits here, and nothing more is claimed meanwhile.
+    not fit after all waits here, and nothing more is claimed meanwhile: at most `wait_limit_s`, then another worker may have it.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, wait_limit_s: float = math.inf) -> None:
         self._capacity_blocks = capacity_blocks
+        self._wait_limit_s = wait_limit_s
         self._promised_blocks = self._wanted_blocks = 0
         self._waiting = 0
         self._recent_needs: deque[int] = deque([1], maxlen=64)
@@ -47,7 +49,7 @@ class BlockLedger:
 
     @asynccontextmanager
     async def reserve(self, need_blocks: int) -> AsyncGenerator[None]:
-        """Holds `need_blocks` blocks. Raises EngineRefused for what can never fit."""
+        """Holds `need_blocks` blocks. Raises EngineRefused for what can never fit, NoRoom after `wait_limit_s`."""
         if need_blocks > self._capacity_blocks:
             raise EngineRefused(f"needs {need_blocks} KV blocks, this worker has {self._capacity_blocks}")
         self._recent_needs.append(need_blocks)
@@ -55,7 +57,10 @@ class BlockLedger:
             self._waiting += 1
             self._wanted_blocks += need_blocks
             try:
-                await self._freed.wait_for(lambda: self._promised_blocks + need_blocks <= self._capacity_blocks)
+                async with asyncio.timeout(None if self._wait_limit_s == math.inf else self._wait_limit_s):
+                    await self._freed.wait_for(lambda: self._promised_blocks + need_blocks <= self._capacity_blocks)
+            except TimeoutError as error:
+                raise NoRoom(f"no room for {need_blocks} KV blocks within {self._wait_limit_s:g} s") from error
             finally:
                 self._waiting -= 1
                 self._wanted_blocks -= need_blocks

@@ -87,7 +87,8 @@ class Workload:
 
 class LoadReporter:
     """`works`: what comes by the worker's own queue first, then what comes by handoff. `held` gives blocks and handoffs kept for
-    decode workers (0, 0 elsewhere), `promised` the blocks that the requests in hand need in all, where it is known.
+    decode workers (0, 0 elsewhere), `room` what would be taken now, `promised` the blocks that the requests in hand need in all,
+    where it is known.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class LoadReporter:
         works: Sequence[Workload],
         engine: Engine,
         held: Callable[[], tuple[int, int]],
+        room: Callable[[], int],
         promised: Callable[[], int] = lambda: 0,
     ) -> None:
         self._publisher = publisher
@@ -107,6 +109,7 @@ class LoadReporter:
             work.changed = self._changed
         self._engine = engine
         self._held = held
+        self._room = room
         self._promised = promised
 
     def load(self) -> WorkerLoad:
@@ -130,6 +133,7 @@ class LoadReporter:
             held_blocks=held_blocks,
             held_handoffs=held_handoffs,
             free_slots=sum(work.free_slots() for work in self._works),
+            room=max(0, self._room()),
             kv_silent_s=untold.silent_s(time.monotonic()) if untold else 0.0,
         )
 

@@ -30,6 +30,7 @@ from ..producers.queue_endings import QueueEndings
 from ..producers.rebalance import Rebalancer
 from ..producers.router import Router
 from ..producers.silent_workers import SilenceAlarm
+from ..producers.standing_queues import StandingQueuesAlarm
 from ..producers.takeover import Takeover
 from ..schemas.drain import DrainHeard
 from ..schemas.errors import JetwakeError
@@ -160,7 +161,8 @@ async def run_router(
                     tasks.create_task(consumer.run())
 
         queue_endings = QueueEndings(pipe.bus, router, pipe.endings, pipe.in_flight)
-        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), takeover.run(), route()]
+        alarm = StandingQueuesAlarm(pipe.bus, pipe.registry, router.loads)
+        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), takeover.run(), alarm.run(), route()]
         if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
             loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
         await run_until(stopping, loops, drain)

@@ -34,6 +34,9 @@ class WorkerSettings(BaseModel):
     )
     hold_s: float = Field(default=120.0, gt=0.0, description="how long a handoff may wait unclaimed before its blocks are freed")
     lease_s: float = Field(default=30.0, gt=0.0, description="how far ahead the lease of blocks that wait is renewed")
+    room_limit_s: float = Field(
+        default=20.0, gt=0.0, description="how long a request in hand may wait for KV blocks; then another worker has it"
+    )
     stall_limit_s: float = Field(default=30.0, gt=0.0, description="an engine that holds work and makes no progress for so long is stuck")
     grace_s: float = Field(default=30.0, gt=0.0, description="how long work in hand may take to end in a drain; then others do it")
 

@@ -1,4 +1,7 @@
-"""`jetwake status`: who is alive, how busy, and what waits where, read from the bus at one moment."""
+"""`jetwake status`: who is alive, how busy, and what waits where, read from the bus at one moment; and what is wrong with it.
+
+A queue is said to stand still after a second look, one second after the first: only where messages wait at all.
+"""
 
 import asyncio
 import json
@@ -9,18 +12,24 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ..consumers.peers import without_peers
 from ..pipeline.connection import Bus, RawMessage
 from ..pipeline.registry import Registry
 from ..pipeline.settings import BrokerSettings
-from ..pipeline.topology import consumer_counts, stream_counts
+from ..pipeline.topology import QueueCount, consumer_counts, stream_counts
 from ..producers.silent_workers import silent_workers
+from ..producers.standing_queues import standing_queues
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.errors import Undecodable
+from ..schemas.routing import RouterHere
 from ..schemas.workers import WorkerLoad
 
 LOAD_WAIT_S = 1.5
 """Workers tell their load at least once a second."""
+ROUTERS_WAIT_S = 0.3
+"""How many routers there are, nobody knows: so long they have to answer."""
+SECOND_LOOK_S = 1.0
 
 
 async def read_status(broker: BrokerSettings) -> dict[str, Any]:
@@ -37,12 +46,22 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
 
     async with Bus.connect(broker, name="status") as bus:
         await bus.subscribe(subjects.LOADS, on_load)
+        before = await consumer_counts(bus)
+        routers = await _routers(bus)
         registry = Registry(bus)
         await registry.start()
         cards = sorted(registry.workers.values(), key=lambda card: card.worker)
         await _hear_all({card.lane for card in cards}, loads, heard)
         queues = await consumer_counts(bus)
+        standing = dict[str, str]()
+        if any(count.pending and _same(before.get(subject), count) for subject, count in queues.items()):
+            await asyncio.sleep(SECOND_LOOK_S)
+            before, queues = queues, await consumer_counts(bus)
+            standing = standing_queues(before, queues, registry.workers, loads)
         return {
+            "routers": [router.model_dump(exclude={"type"}) for router in routers],
+            "without_peers": without_peers(registry.workers),
+            "standing_queues": standing,
             "workers": [
                 {
                     **card.model_dump(include={"worker", "incarnation", "role", "state", "model", "pool", "peers", "domain"}),
@@ -55,6 +74,28 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
             "queues": {subject: {"pending": count.pending, "in_progress": count.in_progress} for subject, count in queues.items()},
             "streams": {name: asdict(count) for name, count in (await stream_counts(bus)).items()},
         }
+
+
+def _same(before: QueueCount | None, now: QueueCount) -> bool:
+    return before is not None and before.delivered == now.delivered
+
+
+async def _routers(bus: Bus) -> list[RouterHere]:
+    found: dict[str, RouterHere] = {}
+
+    def on_answer(message: RawMessage) -> None:
+        try:
+            here = decode(message.data, RouterHere)
+        except Undecodable:
+            return  # somebody else's version, or the broker's word that nobody listens
+        found[here.router] = here
+
+    inbox = bus.new_inbox()
+    subscription = await bus.subscribe(inbox, on_answer)
+    await bus.publish_with_reply(subjects.ROUTERS, b"", inbox)
+    await asyncio.sleep(ROUTERS_WAIT_S)
+    await subscription.unsubscribe()
+    return sorted(found.values(), key=lambda here: here.router)
 
 
 async def _hear_all(lanes: set[str], loads: dict[str, WorkerLoad], heard: asyncio.Event) -> None:
@@ -98,11 +139,23 @@ def print_status(status: dict[str, Any], as_json: bool) -> None:
             waits_for(worker),
         )
     console.print(workers)
+    routers = Table(title="routers", title_justify="left", box=SIMPLE)
+    for heading in ("router", "policy", "in hand", "kept", "blocks known"):
+        routers.add_column(heading)
+    for router in status["routers"]:
+        routers.add_row(router["router"], router["policy"], str(router["in_hand"]), str(router["kept"]), str(router["index_blocks"]))
+    console.print(routers)
     queues = Table(title="queues", title_justify="left", box=SIMPLE)
     for heading in ("subject", "pending", "in progress"):
         queues.add_column(heading)
     for subject, count in status["queues"].items():
         queues.add_row(subject, str(count["pending"]), str(count["in_progress"]))
     console.print(queues)
+    if not status["routers"]:
+        console.print("no router is there: requests wait in their queue")
+    for worker, why in status["without_peers"].items():
+        console.print(f"{worker} gets no work, for want of a peer to exchange KV with: {why}")
+    for subject, what in status["standing_queues"].items():
+        console.print(f"the queue {subject} stands still: {what}")
     for worker, silent_s in status["index"]["silent_workers"].items():
         console.print(f"index: no events from {worker} for {silent_s:.0f} s")

@@ -92,20 +92,27 @@ class Worker:
         self._card = card = card_of(settings, info, pipe.clock.now_ns())
         self._keeper = CardKeeper(pipe.bus, pipe.publisher)
         self._peers = Peers(engine, card, self._keeper, pipe.registry)
-        self._ledger = BlockLedger(info.capacity_blocks)
+        self._ledger = BlockLedger(info.capacity_blocks, settings.room_limit_s)
         self._continuing = Continuing(pipe.bus, pipe.publisher, pipe.terminals)
         self._held = HeldHandoffs(engine, pipe.clock, pipe.in_flight, pipe.endings, settings.lease_s)
         self._events = KvEventPublisher(engine, card, pipe.bus, pipe.publisher, cached)
         direct_slots = max(1, info.capacity_slots // DIRECT_SHARE) if card.role == "decode" else info.capacity_slots
         self._lane_work = Workload(direct_slots, self._events.untold)
         self._works = [self._lane_work]
+        self._room: Callable[[], int] = lambda: 0
         self._lane = self._lane_consumer()
         self._consumers: list[Consumer[PrefillJob] | HandoffQueues] = [self._lane]
         if card.role == "decode":
             self._works.append(Workload(max(1, info.capacity_slots - direct_slots)))
             self._consumers.append(self._handoff_queues(self._works[1]))
         self._load = LoadReporter(
-            pipe.publisher, card, self._works, engine, lambda: (self._held.blocks, len(self._held)), self._ledger.promised_blocks
+            pipe.publisher,
+            card,
+            self._works,
+            engine,
+            held=lambda: (self._held.blocks, len(self._held)),
+            room=self._room,
+            promised=self._ledger.promised_blocks,
         )
         self._held.on_change = self._lane.room_changed
         self._announced = False
@@ -207,6 +214,7 @@ class Worker:
     def _lane_consumer(self) -> Consumer[PrefillJob]:
         pipe, card = self._pipe, self._card
         loop = self._prefill_loop() if card.role == "prefill" else self._whole_loop()
+        self._room = loop.room
         spec = prefill_consumer(card.lane)
         return Consumer(
             pipe.bus,
@@ -266,6 +274,7 @@ class Worker:
             alive=lambda: pipe.registry.workers,
             continuing=self._continuing,
         )
+        self._room = loop.room
 
         def consumer(spec: ConsumerSpec, wanted: Callable[[], Mapping[int, int]], moved: Callable[[], None]) -> Consumer[KvHandoff]:
             return Consumer(

@@ -9,6 +9,7 @@ from ..schemas.errors import (
     DeadlineExceeded,
     HandoffStale,
     JetwakeError,
+    NoRoom,
     RequestCancelled,
     RequestEnded,
     RequestSuperseded,
@@ -22,7 +23,7 @@ from .terminals import Terminals
 
 MAX_FAILURES = 3
 """After so many attempts that ended in a fault, the request itself is taken for the cause."""
-NO_FAULTS = (WorkerLeaving, HandoffStale)
+NO_FAULTS = (WorkerLeaving, HandoffStale, NoRoom)
 """What moves a request to another worker and is not held against it."""
 
 

@@ -22,10 +22,11 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class QueueCount:
-    """Messages nobody holds yet, and messages some consumer holds."""
+    """Messages nobody holds yet, and messages some consumer holds. `delivered`: deliveries so far, each time of a message counted."""
 
     pending: int
     in_progress: int
+    delivered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ async def durables(bus: Bus, stream: str) -> list[str]:
 async def consumer_count(bus: Bus, spec: ConsumerSpec) -> QueueCount | None:
     """None when that consumer, or its stream, is not there."""
     info = await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
-    return None if info is None else QueueCount(int(info.get("num_pending", 0)), int(info.get("num_ack_pending", 0)))
+    return None if info is None else _count(info)
 
 
 async def stream_created_ns(bus: Bus, stream: str) -> int | None:
@@ -144,8 +145,13 @@ async def consumer_counts(bus: Bus) -> dict[str, QueueCount]:
     for stream in (REQUESTS.name, PREFILL.name, HANDOFF.name):
         for consumer in await _consumers(bus, stream):
             subject = str(consumer["config"].get("filter_subject", ""))
-            counts[subject] = QueueCount(int(consumer.get("num_pending", 0)), int(consumer.get("num_ack_pending", 0)))
+            counts[subject] = _count(consumer)
     return counts
+
+
+def _count(info: Json) -> QueueCount:
+    delivered: Json = info.get("delivered") or {}
+    return QueueCount(int(info.get("num_pending", 0)), int(info.get("num_ack_pending", 0)), int(delivered.get("consumer_seq", 0)))
 
 
 async def subject_counts(bus: Bus, stream: str, subjects: str = ">") -> dict[str, int]:

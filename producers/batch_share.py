@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from ..schemas.workers import WorkerCard, WorkerLoad
 from .fleet import Candidate
-from .near_decode import DECODE_RESERVE
 
 AHEAD_S = 0.02
 IDLE_S = 0.002
 """Estimates of a prefill that is all but done are no better."""
 LATELY_S = 10.0
 """For so long after an interactive request others are expected."""
+DECODE_RESERVE = 8
+"""One in so many decode slots stays free of batch."""
 
 
 def startable(workers: Sequence[Candidate], now_s: float, *, leave_one: bool = False) -> int:

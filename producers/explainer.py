@@ -1,4 +1,7 @@
-"""Answers `jw.explain`: why a request went to a worker, or where one would go now. Every router is asked; who knows, answers."""
+"""Answers `jw.explain`: why a request went to a worker, or where one would go now. Every router is asked; who knows, answers.
+
+Answers `jw.routers` too: that this router is there, and what it has in hand.
+"""
 
 import asyncio
 import logging
@@ -19,15 +22,16 @@ class Explainer:
         self._router = router
         self._name = name
         self._policy_name = policy_name
-        self._asked: asyncio.Queue[tuple[Explain, str]] = asyncio.Queue(maxsize=100)
+        self._asked: asyncio.Queue[tuple[Explain | None, str]] = asyncio.Queue(maxsize=100)
 
     async def listen(self) -> None:
         await self._bus.subscribe(subjects.EXPLAIN, self._on_asked)
+        await self._bus.subscribe(subjects.ROUTERS, lambda message: self._ask(None, message.reply))
 
     async def run(self) -> None:
         while True:
             question, reply = await self._asked.get()
-            answer = await self._answer(question)
+            answer = self._router.here() if question is None else await self._answer(question)
             if answer is not None:
                 await self._bus.publish(reply, encode(answer))
 
@@ -45,5 +49,8 @@ class Explainer:
         except Undecodable as error:
             log.warning("a question that cannot be read: %s", error)
             return
-        if message.reply and not self._asked.full():
-            self._asked.put_nowait((question, message.reply))
+        self._ask(question, message.reply)
+
+    def _ask(self, question: Explain | None, reply: str) -> None:
+        if reply and not self._asked.full():
+            self._asked.put_nowait((question, reply))

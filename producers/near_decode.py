@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from ..schemas.workers import WorkerCard, WorkerLoad
 
-DECODE_RESERVE = 8
-"""One in so many decode slots stays free of batch, and takes no handoffs."""
 Domain = tuple[str, str]
 """Of a pool: `(pool, domain)`."""
 
@@ -18,7 +16,7 @@ def domains_with_room(cards: Mapping[str, WorkerCard], loads: Mapping[str, Worke
     decoding = [card for card in cards.values() if card.role == "decode" and card.state == "ready"]
     if len({(card.pool, card.domain) for card in cards.values()}) == len({card.pool for card in cards.values()}):
         return frozenset()  # one domain: nobody is far, whoever has room
-    return frozenset((card.pool, card.domain) for card in decoding if _has_room(card, loads.get(card.lane)))
+    return frozenset((card.pool, card.domain) for card in decoding if (load := loads.get(card.lane)) is None or load.room > 0)
 
 
 def is_far(card: WorkerCard, with_room: frozenset[Domain]) -> bool:
@@ -26,9 +24,3 @@ def is_far(card: WorkerCard, with_room: frozenset[Domain]) -> bool:
     if card.role != "prefill" or (card.pool, card.domain) in with_room:
         return False
     return any(pool == card.pool for pool, _ in with_room)
-
-
-def _has_room(card: WorkerCard, load: WorkerLoad | None) -> bool:
-    if load is None:
-        return True
-    return load.free_slots > card.capacity_slots // DECODE_RESERVE and load.used_blocks + load.wanted_blocks < card.capacity_blocks

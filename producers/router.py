@@ -8,7 +8,7 @@ job is stored, or its terminal is.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..pipeline.catalogue import ModelCatalogue
@@ -26,7 +26,7 @@ from ..schemas.errors import JetwakeError, NoWorker, Overloaded, RequestEnded, S
 from ..schemas.headers import request_headers
 from ..schemas.prefill import PrefillJob
 from ..schemas.requests import InferenceRequest
-from ..schemas.routing import ConsideredLane, Explanation, Routed
+from ..schemas.routing import ConsideredLane, Explanation, Routed, RouterHere
 from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
 from .batch_share import IDLE_S, LATELY_S, decode_has_room, startable
@@ -162,6 +162,14 @@ class Router:
         """By model: the workers there are."""
         models = {card.model for card in self._registry.workers.values()}
         return {model: self._fleet.candidates(model, self._registry.workers) for model in models}
+
+    def here(self) -> RouterHere:
+        kept = self._waiting_room.kept if self._waiting_room is not None else 0
+        return RouterHere(router=self._name, policy=self._policy_name, in_hand=self._in_hand, kept=kept, index_blocks=self._index.blocks)
+
+    def loads(self) -> Mapping[str, WorkerLoad]:
+        """By lane: what each worker told last."""
+        return self._fleet.loads
 
     def queued(self, lane: str) -> list[Booking]:
         return self._ledger.queued(lane)

@@ -70,6 +70,10 @@ class WaitingRoom:
         self._kept: list[_Kept] = []
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def kept(self) -> int:
+        return len(self._kept)
+
     async def turn(self, case: Case) -> Turn:
         """When it goes, and where. Raises NoWorker when there is nobody any more."""
         waiting = Waiting(case.query, time.monotonic(), case.request.failed_workers)

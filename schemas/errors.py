@@ -29,6 +29,7 @@ JetwakeError
 │   ├── EngineRefused         the engine says the request is wrong
 │   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, malformed, delivered before)
 │   │   └── HandoffStale      its blocks are not kept any more: nobody's fault, prefill afresh
+│   ├── NoRoom                waited too long for KV blocks on this worker: another one takes it
 │   ├── WorkerLeaving         the worker drains and cannot end this in time: another one takes it
 │   ├── DeclaredDead          this worker was taken for dead and its queue given to others: it starts anew
 │   ├── PullFailed            the KV cache could not be pulled: prefill afresh
@@ -171,6 +172,11 @@ class HandoffRefused(WorkerError):
 
 class HandoffStale(HandoffRefused):
     code = "handoff_stale"
+
+
+class NoRoom(WorkerError):
+    code = "no_room"
+    retryable = True
 
 
 class WorkerLeaving(WorkerError):

@@ -20,7 +20,7 @@ from .kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
 from .prefill import PrefillJob, ReleaseKv
 from .replies import Cancelled, CancelRequest, Checkpoint, DeadLetter, Expired, Failed, Fence, Finished, TokenChunk
 from .requests import InferenceRequest
-from .routing import Explain, Explanation, Routed
+from .routing import Explain, Explanation, Routed, RouterHere
 from .streamed import StreamedRequest
 from .workers import ModelCard, WorkerCard, WorkerLoad
 
@@ -48,6 +48,7 @@ MESSAGES: tuple[type[Message], ...] = (
     KvSnapshotWanted,
     KvSnapshotChunk,
     Routed,
+    RouterHere,
     Explain,
     Explanation,
     DrainOrder,

@@ -24,6 +24,17 @@ class Routed(Message):
     hashes: HashBytes = b""
 
 
+class RouterHere(Message):
+    """The answer to `jw.routers`. `kept`: requests that wait there until a worker is almost free; `in_hand` counts them too."""
+
+    type: Literal["router_here"] = "router_here"
+    router: SafeToken
+    policy: str
+    in_hand: int = 0
+    kept: int = 0
+    index_blocks: int = Field(default=0, description="distinct KV blocks it knows of")
+
+
 class Explain(Message):
     """On `jw.explain`: where would `request` go, or where did the request with this id go? One of the two is given."""
 

@@ -111,6 +111,8 @@ def routed(router: str) -> str:
 
 ROUTED = "jw.routed.*"
 EXPLAIN = "jw.explain"
+ROUTERS = "jw.routers"
+"""Asked: who routes. Every router answers."""
 
 
 def presence(gateway: str) -> str:

@@ -113,6 +113,7 @@ class WorkerLoad(Message):
     held_blocks: int = Field(default=0, description="blocks kept for decode workers that have not pulled yet")
     held_handoffs: int = 0
     free_slots: int = 0
+    room: int = Field(default=0, description="jobs, or handoffs, that it would take now: what both its slots and its blocks allow")
     kv_silent_s: float = Field(default=0.0, description="seconds since a prefill that changed the cache, told by no KV events; 0 when told")
 
 

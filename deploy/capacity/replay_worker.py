@@ -108,6 +108,7 @@ class ReplayWorker:
             used_blocks=self.engine.pool.used_blocks,
             wanted_blocks=self.engine.wanted_blocks(),
             free_slots=self.free_slots,
+            room=max(0, self.free_slots),
         )
 
     # -- what its engine tells ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jetwake.consumers.block_ledger import BlockLedger
-from jetwake.schemas.errors import EngineRefused
+from jetwake.schemas.errors import EngineRefused, NoRoom
 
 
 async def test_room_shrinks_by_what_is_promised_and_comes_back() -> None:
@@ -52,3 +52,13 @@ async def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
 async def _hold(ledger: BlockLedger, need_blocks: int) -> None:
     async with ledger.reserve(need_blocks):
         pass
+
+
+async def test_waiting_for_room_has_a_limit_and_leaves_nothing_behind() -> None:
+    ledger = BlockLedger(10, wait_limit_s=0.01)
+    async with ledger.reserve(10):
+        with pytest.raises(NoRoom, match=r"5 KV blocks within 0\.01 s"):
+            async with ledger.reserve(5):
+                raise AssertionError("there is no room")
+        assert (ledger.promised_blocks(), ledger.claimable()) == (10, 0)
+    assert (ledger.promised_blocks(), ledger.claimable()) == (0, 1)

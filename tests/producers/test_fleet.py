@@ -62,6 +62,7 @@ class Life:
             wanted_blocks=self.dice.randrange(10),
             prefill_timing=self.dice.choice((None, timing)),
             free_slots=self.dice.randrange(4),
+            room=self.dice.randrange(2),
         )
         self.loads[f"{worker}-{incarnation}"] = load
         self.fleet.loaded(f"{worker}-{incarnation}", load)

@@ -171,7 +171,7 @@ def test_prefill_workers_with_decode_room_in_their_own_domain_are_preferred_by_t
         each.worker: each
         for each in (near, far, card("d", "decode", domain="a", peers=peers), card("e", "decode", domain="b", peers=peers))
     }
-    full = {"e-1": WorkerLoad(worker="e", incarnation="1", free_slots=0)}
+    full = {"e-1": WorkerLoad(worker="e", incarnation="1", room=0)}
     policy = KvAware(knobs=KvAwareKnobs(far_pull_s=0.05))
     found = candidates("m", cards, full, LaneLedger())
     assert [each.is_far for each in found] == [False, True]

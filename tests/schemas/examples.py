@@ -21,7 +21,7 @@ from jetwake.schemas.replies import (
     TokenChunk,
 )
 from jetwake.schemas.requests import InferenceRequest, Sampling, StructuredOutput
-from jetwake.schemas.routing import ConsideredLane, Explain, Explanation, Routed
+from jetwake.schemas.routing import ConsideredLane, Explain, Explanation, Routed, RouterHere
 from jetwake.schemas.streamed import StreamedRequest
 from jetwake.schemas.timeline import Timeline
 from jetwake.schemas.workers import KvCompatibility, ModelCard, PrefillTiming, WorkerCard, WorkerLoad
@@ -256,6 +256,7 @@ EXAMPLES: tuple[Message, ...] = (
         held_blocks=40,
         held_handoffs=2,
         free_slots=14,
+        room=9,
         kv_silent_s=0.5,
     ),
     KvEvents(
@@ -267,6 +268,7 @@ EXAMPLES: tuple[Message, ...] = (
     KvSnapshotWanted(router="r-1"),
     KvSnapshotChunk(worker="p-1", incarnation="i-1", number=9, index=1, chunks=2, hashes=HASHES),
     Routed(router="r-1", request_id="req-1", lane="p-1-i-1", sequence=78, work_s=0.5, hashes=HASHES),
+    RouterHere(router="r-1", policy="kv_aware", in_hand=5, kept=3, index_blocks=1000),
     Explain(request=REQUEST, request_id="req-0"),
     Explanation(
         router="r-1",
