@@ -57,6 +57,19 @@ async def test_no_more_is_asked_for_than_there_is_room(bus: Bus, unique: str) ->
     assert worker.most_running == 3
 
 
+async def test_what_is_held_by_others_never_fills_up_a_consumer(own_server: NatsServer) -> None:
+    """More messages in hand than brokers allow by default: as after many workers died with their slots full."""
+    gate, many = asyncio.Event(), 1500
+    async with Bus.connect(BrokerSettings(url=own_server.url), "many") as bus:
+        await ensure_topology(bus, TopologySettings(max_jobs_per_worker=many))
+        worker = Worker(bus, "lane", slots=many, behave=lambda _: gate.wait())  # type: ignore[arg-type, return-value]
+        await worker.put(*[f"r{n}" for n in range(many)])
+        async with worker.running_consumer():
+            await until(lambda: worker.running == many)
+            gate.set()
+            await until_queued(bus, "lane", 0)
+
+
 async def test_room_that_shrinks_takes_back_what_was_asked_for(bus: Bus, unique: str) -> None:
     worker = Worker(bus, unique, slots=4)
     async with worker.running_consumer() as consumer:
