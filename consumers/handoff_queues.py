@@ -101,15 +101,16 @@ class HandoffQueues:
     # -- which queues there are -----------------------------------------------------------------------------------------
 
     async def _follow_domains(self, tasks: asyncio.TaskGroup) -> None:
+        looked, stored = True, dict[str, int]()
         try:
             stored = await subject_counts(self._bus, HANDOFF.name, handoff(self._pool, "*"))
-        except BusError as error:
-            log.warning("cannot look for handoffs of other domains now: %s", error)
-            return
+        except BusError as error:  # then cards alone tell of domains, and no queue is left
+            log.info("cannot look for handoffs of other domains now: %s", error)
+            looked = False
         needed = {self._near} | {last_token(subject) for subject in stored} | domains_of(self._pool, self._registry.workers)
         for token in sorted(needed - self._queues.keys()):
             self._start(token, tasks)
-        if self._registry.settled:
+        if looked and self._registry.settled:
             for token in self._queues.keys() - needed - self._leaving:
                 self._leaving.add(token)
                 tasks.create_task(self._leave(token))
