@@ -33,7 +33,32 @@ CHART = HELM / "jetwake"
 KUBERNETES = "1.35"
 SMALLEST = {"model": "org/model", "nats": {"url": "nats://nats.nats:4222"}}
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((HELM / "examples").glob("*.yaml"))}
-INSTALLATIONS: Mapping[str, dict[str, Any]] = {"smallest": SMALLEST, **EXAMPLES}
+EVERYTHING: dict[str, Any] = SMALLEST | {
+    "models": {"existingClaim": "models", "cacheClaim": "cache", "hubTokenSecret": "hub"},
+    "nats": {"url": "tls://nats.nats:4222", "port": 4333, "tls": {"caSecret": "ca", "clientSecret": "client"}},
+    "images": {"pullSecrets": [{"name": "registry"}]},
+    "gateway": {"apiKeysSecret": "keys", "extraArgs": ["--tool-call-parser", "hermes"], "service": {"annotations": {"a": "b"}}},
+    "router": {"options": {"direct_max_new_tokens": 256}},
+    "poolDefaults": {
+        "gpus": 2,
+        "domainFromLabel": "topology.kubernetes.io/zone",
+        "engineOptions": {"max_model_len": 4096, "quantization": "fp8"},
+        "workerOptions": {"stall_limit_s": 20},
+        "env": {"UCX_NET_DEVICES": "mlx5_0:1"},
+        "rdma": True,
+        "hostNetwork": True,
+        "runtimeClassName": "nvidia",
+        "priorityClassName": "high",
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {}},
+        "spread": [{"topologyKey": "kubernetes.io/hostname"}],
+    },
+    "pools": {"aggregated": {"main": {"replicas": 0}}},
+    "telemetry": {"otlpEndpoint": "http://collector.monitoring:4318", "env": {"OTEL_TRACES_SAMPLER": "always_on"}},
+    "serviceAccount": {"annotations": {"a": "b"}},
+    "labels": {"team": "llm"},
+}
+INSTALLATIONS: Mapping[str, dict[str, Any]] = {"smallest": SMALLEST, "everything": EVERYTHING, **EXAMPLES}
 POD = {"POD_NAME": "jw-jetwake-decode-main-7d9f8c6b5-abcde", "POD_IP": "10.1.2.3", "POD_DOMAIN": "zone-1"}
 
 Object = dict[str, Any]
@@ -166,6 +191,38 @@ def test_variables_are_those_of_the_commands(objects: list[Object]) -> None:
         known = of_all | {parameter.envvar for parameter in commands()[command_of(pod)[0]].params}
         given = {variable["name"] for variable in container(pod)["env"] if variable["name"].startswith("JETWAKE_")}
         assert given - known == set()
+
+
+def test_what_is_said_of_a_pool_gets_to_its_workers() -> None:
+    workers = [pod for component, pod in pods(render(EVERYTHING)) if component == "worker"]
+    assert len(workers) == 3
+    for pod in workers:
+        command, given = command_of(pod)
+        assert given["domain"] == "zone-1"
+        options = {
+            "device=cuda",
+            "enforce_eager=false",
+            "tensor_parallel=2",
+            "require_routable_host=true",
+            "max_model_len=4096",
+            "quantization=fp8",
+        }
+        assert set(given["engine_option"]) == options | {"side_channel_host=10.1.2.3"}, command
+        made = container(pod)
+        assert made["resources"]["limits"]["nvidia.com/gpu"] == 2
+        assert made["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"} in made["env"]
+
+
+def test_policies_let_through_what_is_said() -> None:
+    egress = {
+        rule["port"]
+        for found in render(EVERYTHING)
+        if found["kind"] == "NetworkPolicy"
+        for allowed in found["spec"].get("egress", [])
+        for rule in allowed.get("ports", [])
+    }
+    assert egress == {53, 443, 4333, 4318}
 
 
 def test_an_installation_says_what_it_lacks() -> None:
