@@ -8,10 +8,10 @@ from typing import Any
 import typer
 
 from jetwake.consumers.engine_vllm.settings import VllmSettings
-from jetwake.deploy.app import router_settings, worker_settings
 from jetwake.deploy.cli import app
 from jetwake.deploy.limits import topology_settings_of
 from jetwake.deploy.options import parse_options
+from jetwake.deploy.role_settings import router_settings, worker_settings
 
 
 @functools.cache

@@ -16,9 +16,10 @@ import yaml
 from cloudcoil.models.keda import v1alpha1 as keda
 
 from jetwake.consumers.engine_vllm.settings import VllmSettings
-from jetwake.deploy.app import RouterSettings, WorkerSettings
+from jetwake.deploy.configuration import SECTIONS, variable
 from jetwake.deploy.local import AFTER_GRACE_S
 from jetwake.deploy.nats_server import NatsServer, find_binary
+from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import ensure_topology
@@ -184,12 +185,12 @@ def test_selectors_find_pods(objects: list[Object]) -> None:
 
 
 def test_variables_are_those_of_the_commands(objects: list[Object]) -> None:
-    of_all = {f"JETWAKE_LIMITS_{key.upper()}" for key in TopologySettings.model_fields}
+    of_all = {variable(section.name, key) for section in SECTIONS for key in section.keys}
     for component, pod in pods(objects):
         if component == "nats":
             continue
         known = of_all | {parameter.envvar for parameter in commands()[command_of(pod)[0]].params}
-        given = {variable["name"] for variable in container(pod)["env"] if variable["name"].startswith("JETWAKE_")}
+        given = {given["name"] for given in container(pod)["env"] if given["name"].startswith("JETWAKE_")}
         assert given - known == set()
 
 

@@ -16,9 +16,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jetwake.deploy.app import WorkerSettings
 from jetwake.deploy.local import AFTER_GRACE_S
 from jetwake.deploy.nats_server import NatsServer, find_binary
+from jetwake.deploy.role_settings import WorkerSettings
 
 from .command_lines import parsed
 

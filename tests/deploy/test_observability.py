@@ -14,7 +14,7 @@ import yaml
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from jetwake.consumers.engine_vllm.settings import VllmSettings
-from jetwake.deploy.app import WorkerSettings
+from jetwake.deploy.role_settings import WorkerSettings
 from jetwake.schemas.signals import METRICS, Metric
 
 from . import write_dashboards
