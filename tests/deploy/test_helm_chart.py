@@ -25,6 +25,7 @@ from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import ensure_topology
 from jetwake.producers.gateway.settings import GatewaySettings
 from jetwake.schemas import streams
+from jetwake.schemas.subjects import domain_token
 
 from . import write_chart_values
 from .command_lines import commands, parsed
@@ -34,6 +35,7 @@ CHART = HELM / "jetwake"
 KUBERNETES = "1.35"
 SMALLEST = {"model": "org/model", "nats": {"url": "nats://nats.nats:4222"}}
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((HELM / "examples").glob("*.yaml"))}
+AUTOSCALED = EXAMPLES["scale-to-zero"]
 EVERYTHING: dict[str, Any] = SMALLEST | {
     "models": {"existingClaim": "models", "cacheClaim": "cache", "hubTokenSecret": "hub"},
     "nats": {"url": "tls://nats.nats:4222", "port": 4333, "tls": {"caSecret": "ca", "clientSecret": "client"}},
@@ -232,6 +234,7 @@ def test_an_installation_says_what_it_lacks() -> None:
         ({"model": "m"}, "nats.url: which NATS"),
         (SMALLEST | {"poolDefaults": {"autoscaling": {"enabled": True}}}, "nats.monitoring"),
         (SMALLEST | {"poolDefaults": {"domain": "a", "domainFromLabel": "zone"}}, "not both"),
+        (AUTOSCALED | {"pools": {"decode": {"main": {"domain": "a", "autoscaling": {"handoffPool": "p"}}}}}, "needs minReplicas"),
     ):
         with pytest.raises(helm_python.HelmError, match=complaint):
             render(values)
@@ -263,14 +266,13 @@ def scaled(values: dict[str, Any]) -> dict[str, Object]:
     return {found["metadata"]["name"]: found["spec"] for found in render(values) if found["kind"] == "ScaledObject"}
 
 
-AUTOSCALED = EXAMPLES["scale-to-zero"]
-
-
 def test_triggers_name_what_the_code_declares() -> None:
     declared = {(spec.stream, spec.durable) for spec in streams.ROUTER_CONSUMERS}
     pool = {"handoffPool": "org_model-1a2b3c4d", "enabled": True}
-    own_pool = AUTOSCALED | {"pools": {"decode": {"main": {"autoscaling": pool}}}}
-    declared |= {("JW_HANDOFF", streams.decode_consumer(pool["handoffPool"]).durable)}
+    near = {"domain": "rack-a", "autoscaling": pool | {"minReplicas": 1}}
+    own_pool = AUTOSCALED | {"pools": {"decode": {"main": {"autoscaling": pool}, "rack-a": near}}}
+    tokens = [domain_token(domain) for domain in ("", near["domain"])]
+    declared |= {("JW_HANDOFF", streams.decode_consumer(pool["handoffPool"], token).durable) for token in tokens}
     seen = set[tuple[str, str]]()
     for spec in [*scaled(AUTOSCALED).values(), *scaled(own_pool).values()]:
         for trigger in spec["triggers"]:
