@@ -62,6 +62,15 @@ class _Nixl:
         return agent
 
 
+def backends() -> list[str]:
+    """What this installation of NIXL can move bytes with. Raises SetupError."""
+    nixl = _Nixl()
+    config = nixl.module.nixlAgentConfig()
+    config.useProgThread = False
+    config.useListenThread = False
+    return sorted(nixl.module.nixlAgent("backends", config).getAvailPlugins())
+
+
 @dataclass(frozen=True)
 class _Peer:
     engine_id: str

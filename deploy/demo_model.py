@@ -63,6 +63,11 @@ def fetch(name: str, cache_dir: Path | None = None, report: Report = _silent) ->
     return Path(name)
 
 
+def is_made(name: str, cache_dir: Path | None = None) -> bool:
+    """Whether `fetch` of demo or tiny has nothing to do."""
+    return _intact((cache_dir or Path(user_cache_dir("jetwake"))) / {"demo": DEMO_FOLDER, "tiny": TINY_FOLDER}[name])
+
+
 def _cached(target: Path, build: Callable[[Path, Report], None], report: Report) -> Path:
     """`target`, built if it is absent or does not match its manifest."""
     if _intact(target):

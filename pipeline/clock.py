@@ -52,8 +52,7 @@ class ServerClock:
 
     async def sync(self) -> None:
         """Raises BusError when the broker does not answer; the old offset stays."""
-        samples = [await self._sample() for _ in range(SAMPLES)]
-        self._offset_ns = min(samples)[1]
+        self._offset_ns = await server_time_offset_ns(self._bus)
 
     async def run(self) -> None:
         """Syncs every 30 seconds and after each reconnect, until cancelled."""
@@ -79,12 +78,18 @@ class ServerClock:
         except BusError as error:
             logger.warning("server time not read, going on with the last offset: %s", error)
 
-    async def _sample(self) -> tuple[int, int]:
-        """Round trip and offset. The answer is assumed to be written half-way."""
-        sent = time.monotonic_ns()
-        stamp = timestamp_ns(str((await api(self._bus, f"STREAM.INFO.{REQUESTS.name}")).get("ts", "")))
-        received = time.monotonic_ns()
-        return received - sent, stamp - (sent + received) // 2
+
+async def server_time_offset_ns(bus: Bus) -> int:
+    """What to add to this machine's monotonic clock for the server's time. Raises BusError."""
+    return min([await _sample(bus) for _ in range(SAMPLES)])[1]
+
+
+async def _sample(bus: Bus) -> tuple[int, int]:
+    """Round trip and offset. The answer is assumed to be written half-way."""
+    sent = time.monotonic_ns()
+    stamp = timestamp_ns(str((await api(bus, f"STREAM.INFO.{REQUESTS.name}")).get("ts", "")))
+    received = time.monotonic_ns()
+    return received - sent, stamp - (sent + received) // 2
 
 
 def timestamp_ns(text: str) -> int:

@@ -134,6 +134,11 @@ class Bus:
         """For payload and encoded headers together."""
         return self._client.max_payload
 
+    @property
+    def server_version(self) -> str:
+        """As the server it is connected to tells."""
+        return str(self._client.connected_server_version)
+
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 
