@@ -33,7 +33,10 @@ class RequestEnded(BaseModel):
     error: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    predicted_cached_tokens: int = 0
     completion_tokens: int = 0
+    kv_bytes: int = 0
+    kv_transfer_s: float = 0.0
     submitted_ms: int = 0
     ended_ms: int = 0
     times_ms: dict[Moment, float] = {}
@@ -58,7 +61,10 @@ def request_ended(terminal: AnyTerminal, gateway: str, request: InferenceRequest
         error=failed.text if failed is not None else "",
         prompt_tokens=terminal.prompt_length_tokens or (request.prompt_length_tokens if request is not None else 0),
         cached_tokens=terminal.cached_tokens,
+        predicted_cached_tokens=terminal.predicted_cached_tokens,
         completion_tokens=token_count(terminal.tokens),
+        kv_bytes=terminal.kv_bytes,
+        kv_transfer_s=round(terminal.kv_transfer_s, 6),
         submitted_ms=request.submitted_ns // 1_000_000 if request is not None else 0,
         ended_ms=terminal.ended_ns // 1_000_000,
         times_ms={moment: round(at_ns / 1e6, 2) for moment, at_ns in terminal.moments.items()},

@@ -205,6 +205,9 @@ def event(model: str, outcome: str) -> str:
     return f"jw.events.{model_token(model)}.{outcome}"
 
 
+EVENTS = "jw.events.*.*"
+
+
 def job_id(sequence: int, stored_ns: int) -> str:
     """The same for every delivery of a job, and for no other job: a stream that was made anew counts from 1 again."""
     return f"job-{sequence}-{stored_ns:x}"
