@@ -11,6 +11,7 @@ from ..pipeline.publish import Publisher
 from ..pipeline.replies import ReplyInbox
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.topology import ensure_topology
+from ..producers.gateway.exposure import is_loopback
 from ..producers.gateway.kept_streams import KeptStreams
 from ..producers.gateway.key_keeper import KeyKeeper
 from ..producers.gateway.settings import GatewaySettings
@@ -18,6 +19,7 @@ from ..producers.gateway.submission import Submitter
 from ..schemas.errors import BusError, SetupError
 from ..schemas.workers import ModelCard
 from .app import Loop, run_until
+from .dashboard.server import Dashboard, for_loopback
 from .gateway_batches import GatewayBatches
 from .gateway_doors import Doors
 from .health import Health, HealthTeller
@@ -59,7 +61,9 @@ async def run_gateway(
 
         batches = GatewayBatches(settings.batches, bus, publisher, clock, settings.name, card.model)
         kept = KeptStreams(bus, publisher, inbox, settings.resume_grace_s) if settings.resume_grace_s else None
-        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept)
+        dashboard = Dashboard(broker)
+        page = for_loopback(dashboard.app) if is_loopback(settings.admin_host) else dashboard.app
+        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept, page)
         await server.open()
         if server.app is not None:
             batches.start(server.app, server.names, server.own_headers)
@@ -82,7 +86,7 @@ async def run_gateway(
             await inbox.close()
 
         served = asyncio.ensure_future(server.run())
-        loops: list[Loop] = [bus.failed(), clock.run(), keys.run(), batches.run(), _with(served)]
+        loops: list[Loop] = [bus.failed(), clock.run(), keys.run(), batches.run(), dashboard.run(), _with(served)]
         if doors is not None:
             loops.append(doors.run())
         await run_until(stopping, loops, drain)

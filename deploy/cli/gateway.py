@@ -25,7 +25,7 @@ def gateway(
     model: Annotated[str | None, typer.Option(help="The name its workers serve it under. Else: the only one there is.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with tokenizer and configuration. Else: the model's own.")] = None,
     name: Annotated[str, typer.Option(help="This gateway's name, unique among all. Else: a random one.")] = "",
-    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Metrics and health; 0: any free one.")] = 0,
+    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Metrics, health and the live page; 0: any free one.")] = 0,
     admin_host: Annotated[str, typer.Option(help="Address of the admin port.")] = "127.0.0.1",
     keep_alive_s: Annotated[float, typer.Option(min=0.0, help="A silent stream gets a comment this often; 0: never.")] = 10.0,
     resume_grace_s: Annotated[
@@ -88,7 +88,7 @@ def gateway(
         )
 
         def say_ready(url: str, admin_url: str) -> None:
-            print(f"metrics and health on {admin_url}", file=sys.stderr, flush=True)
+            print(f"metrics and health on {admin_url}, live page on {admin_url}/dashboard", file=sys.stderr, flush=True)
             print(f"ready {url}", flush=True)
 
         health = HealthTeller(settings.name, health_file)

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .front import Message, Receive, Scope, Send
+from .front import App, Message, Receive, Scope, Send
 from .metrics import GatewayMetrics
 from .submission import Submitter
 
@@ -12,13 +12,17 @@ _JSON = b"application/json"
 
 
 class Admin:
-    """`/metrics`; `/health`: the process lives; `/ready`: a request would be taken now."""
+    """`/metrics`; `/health`: the process lives; `/ready`: a request would be taken now. `dashboard`: what answers below `/dashboard`."""
 
-    def __init__(self, submitter: Submitter, metrics: GatewayMetrics) -> None:
+    def __init__(self, submitter: Submitter, metrics: GatewayMetrics, dashboard: App | None = None) -> None:
+        self._dashboard = dashboard
         self._submitter = submitter
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._dashboard is not None and (scope["path"] + "/").startswith("/dashboard/"):
+            await self._dashboard(scope, receive, send)
+            return
         status, kind, body = self._page(scope["path"])
         headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
         start: Message = {"type": "http.response.start", "status": status, "headers": headers}
@@ -35,7 +39,7 @@ class Admin:
             if refusal is None:
                 return 200, _JSON, _json({"status": "ready"})
             return 503, _JSON, _json({"status": "not ready", "reason": str(refusal), "code": refusal.code})
-        return 404, _JSON, _json({"error": f"there is no {path} here: /metrics, /health, /ready"})
+        return 404, _JSON, _json({"error": f"there is no {path} here: /metrics, /health, /ready, /dashboard"})
 
 
 def _json(fields: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from . import application
 from .admin import Admin
 from .engine import BusEngine
 from .exposure import refuse_open
-from .front import Front, Headers
+from .front import App, Front, Headers
 from .gate import Gate
 from .kept_streams import KeptStreams
 from .metrics import GatewayMetrics
@@ -47,8 +47,10 @@ class GatewayServer:
         gate: Gate | None = None,
         more_routes: Sequence[Any] = (),
         kept: KeptStreams | None = None,
+        dashboard: App | None = None,
     ) -> None:
-        """`more_routes`: served beside those of vLLM's application. `kept`: with it, streams can be resumed."""
+        """`more_routes`: served beside those of vLLM's application. `kept`: with it, streams can be resumed. `dashboard`: on the admin port."""
+        self._dashboard = dashboard
         self._settings = settings
         self._more_routes = more_routes
         self._gate = gate or Gate()
@@ -84,9 +86,10 @@ class GatewayServer:
         paths = application.SERVED_ROUTES | {route.path for route in self._more_routes if "{" not in route.path}
         patient = settings.model_copy(update={"keep_alive_s": keep_alive_s})
         self.app = front = Front(app, patient, self._metrics, paths, self._gate, self._resuming(app))
+        side = Admin(self._submitter, self._metrics, self._dashboard)
         self._servers = [
             (_Server(self._config(front, args)), public),
-            (_Server(uvicorn.Config(Admin(self._submitter, self._metrics), lifespan="off", log_level="warning", access_log=False)), admin),
+            (_Server(uvicorn.Config(side, lifespan="off", log_level="warning", access_log=False)), admin),
         ]
 
     def _resuming(self, app: Any) -> Resuming | None:

@@ -1,0 +1,7 @@
+"""The live page: pure parts, and a real browser on a real system of simulated engines."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, under importlib's import mode
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))  # `fleet`
