@@ -5,6 +5,7 @@ A queue is said to stand still after a second look, one second after the first: 
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..schemas.workers import WorkerLoad
 LOAD_WAIT_S = 1.5
 """Workers tell their load at least once a second."""
 ROUTERS_WAIT_S = 0.3
-"""How many routers there are, nobody knows: so long they have to answer."""
+"""How many routers there are, nobody knows: so long they have to answer, at least."""
 SECOND_LOOK_S = 1.0
 
 
@@ -47,7 +48,8 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
     async with Bus.connect(broker, name="status") as bus:
         await bus.subscribe(subjects.LOADS, on_load)
         before = await consumer_counts(bus)
-        routers = await _routers(bus)
+        routers = await _call_routers(bus)
+        called_s = asyncio.get_running_loop().time()
         registry = Registry(bus)
         await registry.start()
         cards = sorted(registry.workers.values(), key=lambda card: card.worker)
@@ -58,8 +60,9 @@ async def read_status(broker: BrokerSettings) -> dict[str, Any]:
             await asyncio.sleep(SECOND_LOOK_S)
             before, queues = queues, await consumer_counts(bus)
             standing = standing_queues(before, queues, registry.workers, loads)
+        await asyncio.sleep(called_s + ROUTERS_WAIT_S - asyncio.get_running_loop().time())
         return {
-            "routers": [router.model_dump(exclude={"type"}) for router in routers],
+            "routers": [routers[name].model_dump(exclude={"type"}) for name in sorted(routers)],
             "without_peers": without_peers(registry.workers),
             "standing_queues": standing,
             "workers": [
@@ -80,7 +83,8 @@ def _same(before: QueueCount | None, now: QueueCount) -> bool:
     return before is not None and before.delivered == now.delivered
 
 
-async def _routers(bus: Bus) -> list[RouterHere]:
+async def _call_routers(bus: Bus) -> Mapping[str, RouterHere]:
+    """By name. Fills up as they answer."""
     found: dict[str, RouterHere] = {}
 
     def on_answer(message: RawMessage) -> None:
@@ -91,11 +95,9 @@ async def _routers(bus: Bus) -> list[RouterHere]:
         found[here.router] = here
 
     inbox = bus.new_inbox()
-    subscription = await bus.subscribe(inbox, on_answer)
+    await bus.subscribe(inbox, on_answer)
     await bus.publish_with_reply(subjects.ROUTERS, b"", inbox)
-    await asyncio.sleep(ROUTERS_WAIT_S)
-    await subscription.unsubscribe()
-    return sorted(found.values(), key=lambda here: here.router)
+    return found
 
 
 async def _hear_all(lanes: set[str], loads: dict[str, WorkerLoad], heard: asyncio.Event) -> None:

@@ -32,8 +32,9 @@ async def test_a_worker_without_a_compatible_peer_a_queue_that_stands_and_the_ro
         await api(bus, pause, {"pause_until": FAR_ON})
         submitted = await client.submit(prompt_of(1), max_tokens=3, temperature=0.0)
         async with asyncio.timeout(PATIENCE_S):
-            while not (status := await read_status(fleet.broker))["standing_queues"]:
-                await asyncio.sleep(0.05)
+            status = await read_status(fleet.broker)
+            while not status["standing_queues"] or len(status["routers"]) < 2 or "stranger" not in status["without_peers"]:
+                status = await read_status(fleet.broker)
             while "stands still: 1 wait" not in caplog.text or "stranger gets no work" not in caplog.text:
                 await asyncio.sleep(0.05)
         [what] = status["standing_queues"].values()
