@@ -22,12 +22,13 @@ const MOST_TICKS = 14;
 /** Everything between the request queue and the last decode worker. */
 export function pipeline(now) {
   const all = now.totals;
-  const queued = now.queues.reduce((sum, queue) => sum + queue.waiting, 0);
+  // A request that its router keeps back, or has given back for want of a worker, waits as much as one that nobody took.
+  const queued = now.queues.reduce((sum, queue) => sum + queue.waiting + queue.held, 0);
   const short = new Set(now.pools.flatMap((pool) => pool.short));
   const intake = h(
     "div",
     { class: "intake" },
-    queueNode("Requests", queued, now.queues.map((queue) => [queue.priority_class, queue.waiting]), short.has("prefill"), [
+    queueNode("Requests", queued, now.queues.map((queue) => [queue.priority_class, queue.waiting + queue.held]), short.has("prefill"), [
       now.durable_jobs ? `${count(now.durable_jobs)} durable jobs` : null,
     ]),
     flow(`${rate(all.requests_per_s)}/s`, all.requests_per_s),
@@ -95,7 +96,7 @@ function routerNode(now) {
     now.routers.length
       ? now.routers.map((router) => h("p", { class: "name" }, router.name, h("small", {}, router.policy)))
       : h("p", { class: "name" }, "none answers"),
-    h("dl", {}, h("dt", { title: "kept back until a worker is almost free" }, "in hand"), h("dd", {}, count(held))),
+    h("dl", {}, h("dt", { title: "of those that wait: decided on, or kept back until a worker is almost free" }, "in hand"), h("dd", {}, count(held))),
   );
 }
 
