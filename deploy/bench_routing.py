@@ -143,10 +143,10 @@ async def measure_routing(policies: Sequence[str], plan: Plan, report: Callable[
     for policy in policies:
         system = plan.system(policy)
         report(f"{policy}: starting {system.prefill} prefill and {system.decode} decode workers")
-        async with running(system, report) as broker:
+        async with running(system, report) as started:
             report(f"{policy}: {len(workload)} requests in {workload[-1].at_s:.0f} s")
             psutil.cpu_percent()  # counts from here
-            outcomes = await send_all(broker, plan.model, workload)
+            outcomes = await send_all(started.broker, plan.model, workload)
             cpu_busy = psutil.cpu_percent() / 100
         figures.append(figures_of(policy, plan, workload, outcomes, cpu_busy))
         report(f"{policy}: hit rate {figures[-1].hit_rate:.3f}, TTFT mean {figures[-1].ttft_ms_mean:.0f} ms")

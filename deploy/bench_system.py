@@ -5,6 +5,7 @@ no process and no file is left.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.topology import ensure_topology
 from ..schemas.errors import JetwakeError
 from .app import first_of
-from .local import children_of, local_system, wait_until_served
+from .local import children_of, local_system, ready_file, wait_until_served
+from .local_gateway import LocalGateway, wait_until_ready
 from .nats_server import NatsServer
 from .supervisor import Child, Supervisor
 
@@ -33,21 +35,35 @@ class BenchSystem:
     decode_options: Sequence[str]
     ready_timeout_s: float
     grace_s: float = 20.0
+    gateway: LocalGateway | None = None
+    sync_always: bool = True
+
+
+@dataclass(frozen=True)
+class RunningSystem:
+    """`processes`: by name, the broker's among them. `admin_url`: of the gateway."""
+
+    broker: BrokerSettings
+    processes: dict[str, int]
+    admin_url: str = ""
 
 
 @asynccontextmanager
-async def running(system: BenchSystem, report: Callable[[str], None]) -> AsyncGenerator[BrokerSettings]:
-    """The broker of the running system. Raises SetupError, or NoWorker when it is not ready in time."""
+async def running(system: BenchSystem, report: Callable[[str], None]) -> AsyncGenerator[RunningSystem]:
+    """Raises SetupError, or NoWorker when it is not ready in time."""
     with TemporaryDirectory(prefix="jetwake-bench-") as folder:
-        async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log") as server:
+        logs = Path(folder) / "logs"
+        async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log", sync_always=system.sync_always) as server:
             broker = BrokerSettings(url=server.url)
-            supervisor = Supervisor(children(system, broker, Path(folder) / "logs", report), system.grace_s)
+            supervisor = Supervisor(children(system, broker, logs, report), system.grace_s)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(supervisor.run())
                     await _wait_until_met(broker, system)
                     await wait_until_served(broker, system.model)
-                    yield broker
+                    admin_url = await _admin_url(ready_file(logs)) if system.gateway is not None else ""
+                    processes = {"broker": server.pid} | {child.name: child.pid for child in supervisor.children}
+                    yield RunningSystem(broker, processes, admin_url)
                     supervisor.stop()
             except BaseExceptionGroup as group:
                 ours = group.subgroup(JetwakeError)
@@ -57,13 +73,20 @@ async def running(system: BenchSystem, report: Callable[[str], None]) -> AsyncGe
 
 
 def children(system: BenchSystem, broker: BrokerSettings, logs: Path, report: Callable[[str], None]) -> list[Child]:
-    """The router, the prefill workers, the decode workers."""
+    """The router, the prefill workers, the decode workers, the gateway."""
+    gateway, counts = system.gateway, (system.prefill, system.decode, 0)
     prefill, decode = (
-        local_system(system.engine, system.model, "", options, system.policy, (system.prefill, system.decode, 0), None, broker, report)
+        local_system(system.engine, system.model, "", options, system.policy, counts, None, broker, report, gateway=gateway)
         for options in (system.prefill_options, system.decode_options)
     )
-    first, second = (children_of(part, broker.url, logs) for part in (replace(prefill, decode=0), replace(decode, prefill=0)))
+    parts = (replace(prefill, decode=0, gateway=None), replace(decode, prefill=0))
+    first, second = (children_of(part, broker.url, logs) for part in parts)
     return [*first, *second[1:]]  # each part comes with a router, and one is enough
+
+
+async def _admin_url(ready: Path) -> str:
+    await wait_until_ready(ready)
+    return str(json.loads(ready.read_text())["admin_url"])
 
 
 async def _wait_until_met(broker: BrokerSettings, system: BenchSystem) -> None:

@@ -1,4 +1,4 @@
-"""Measure this installation: `bench overhead`, `bench router`, `bench routing`, `bench latency`, `bench live`, `bench batch`."""
+"""Measure this installation: `bench overhead`, `bench router`, `bench routing`, `bench latency`, `bench live`, `bench batch`, `bench gateway`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -176,5 +176,47 @@ def batch(
             seed=seed,
         )
         print_batch(await measure_batch(plan, say), as_json)
+
+    run(body)
+
+
+@app.command()
+def gateway(
+    model: Annotated[str, typer.Option("--model", help="Whose tokenizer is used: demo, tiny, or a folder.")] = "demo",
+    seconds: Annotated[float, typer.Option(min=1.0)] = 20.0,
+    warm_up_s: Annotated[float, typer.Option(min=1.0)] = 5.0,
+    connections: Annotated[int, typer.Option(min=1)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="About so many.")] = 4000,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of them at the beginning, the same for all; as many as there are: all alike.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    prefill: Annotated[int, typer.Option(min=1)] = 2,
+    decode: Annotated[int, typer.Option(min=1)] = 2,
+    speed: Annotated[float, typer.Option(min=0.01, help="Of the simulated engines.")] = 100.0,
+    block_size_tokens: Annotated[int, typer.Option("--block-size", min=1)] = 64,
+    fast: Annotated[bool, typer.Option("--fast", help="Broker without a file sync for each message.")] = False,
+    load: Annotated[str, typer.Option(help="wrk, or own for the client that is built in. Else: wrk where it is installed.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Requests per second of one gateway in front of simulated engines, and the CPU time that each process spends on one."""
+
+    async def body() -> None:
+        from ..bench_gateway import GatewayBenchPlan, measure_gateway, print_gateway
+
+        plan = GatewayBenchPlan(
+            model=model,
+            seconds=seconds,
+            warm_up_s=warm_up_s,
+            connections=connections,
+            prompt_tokens=prompt_tokens,
+            shared_tokens=shared_tokens,
+            max_tokens=max_tokens,
+            prefill=prefill,
+            decode=decode,
+            speed=speed,
+            block_size_tokens=block_size_tokens,
+            sync_always=not fast,
+            load_program=load,
+        )
+        print_gateway(await measure_gateway(plan, say), as_json)
 
     run(body)

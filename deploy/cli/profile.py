@@ -76,8 +76,8 @@ async def _system(broker: Broker, engine: str, model: str, options: list[str]) -
 
     say(f"starting one prefill and one decode worker: {engine}, {model}")
     own: dict[str, Any] = {"prefill": 1, "decode": 1, "prefill_options": options, "decode_options": options}
-    async with running(BenchSystem(engine, model, "least_loaded", **own, ready_timeout_s=READY_TIMEOUT_S), say) as settings:
-        yield settings
+    async with running(BenchSystem(engine, model, "least_loaded", **own, ready_timeout_s=READY_TIMEOUT_S), say) as started:
+        yield started.broker
 
 
 def _numbers(text: str, option: str) -> list[int]:
