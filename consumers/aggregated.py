@@ -84,7 +84,7 @@ class AggregatedConsumer:
         return BlockLedger.need_blocks(request, self._card.max_model_len_tokens, block_size_tokens)
 
     async def _generate(self, leg: Leg, answer: Answer, prefilling: Prefilling) -> None:
-        async with aclosing(self._engine.generate(leg)) as outputs:
+        async with aclosing(self._engine.generate(leg)) as outputs, aclosing(answer):
             async for output in outputs:
                 if answer.last is None:
                     prefilling.measured(token_count(leg.prompt_tokens) - output.cached_tokens)

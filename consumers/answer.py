@@ -2,21 +2,26 @@
 
 The tokens in `given` were sent to the client by somebody else (the prefill worker, an earlier attempt) and are not sent again, but
 they count for the terminal, which repeats every token. Now and then all tokens so far go to `jw.answers.*`, from where another
-worker continues if this one dies.
+worker continues if this one dies. An engine that is faster than `GATHER_S` a token has several of them in one chunk.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from ..pipeline.checkpoints import checkpoint
 from ..pipeline.publish import Publisher
 from ..schemas import subjects
-from ..schemas.errors import AnswerDiverged, BrokerUnavailable, EngineRefused
+from ..schemas.errors import AnswerDiverged, BrokerUnavailable, BusError, EngineRefused
 from ..schemas.replies import Finished, PositionLogprobs, TokenChunk
 from ..schemas.requests import InferenceRequest
 from ..schemas.tokens import token_count
 from .engine import EngineOutput, FinishReason
 
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.005
+"""How long a chunk waits for more tokens when another went out just before: nobody reads 200 chunks a second."""
 CHECKPOINT_EVERY_S = 0.5
 CHECKPOINT_EVERY_TOKENS = 64
 CHECKPOINT_AT_MOST_EVERY_S = 0.1
@@ -34,6 +39,8 @@ class Answer:
         self._kept = self._sent
         self._clock = asyncio.get_running_loop().time
         self._kept_at_s = self._clock()
+        self._sent_at_s = self._kept_at_s - GATHER_S
+        self._later: asyncio.Task[None] | None = None
         self.tokens = b""
         self.logprobs: list[PositionLogprobs] = []
         self.last: EngineOutput | None = None
@@ -55,11 +62,32 @@ class Answer:
         self.last = output
         self.tokens += output.tokens
         self.logprobs.extend(output.logprobs)
-        offset, cached_tokens = self._sent, output.cached_tokens if self._sent == 0 else None
+        if self._clock() - self._sent_at_s >= GATHER_S:
+            await self._send_new()
+        elif output.finish_reason is None and self._later is None and len(self.tokens) > 4 * self._sent:
+            self._later = asyncio.create_task(self._send_later())
+        # Else they go with the chunk that waits, or with the terminal, which comes at once.
+
+    async def _send_later(self) -> None:
+        await asyncio.sleep(self._sent_at_s + GATHER_S - self._clock())
+        self._later = None
         try:
-            await self.send(offset, self.tokens[4 * offset :], self.logprobs[offset:], cached_tokens)
-            self._sent = max(offset, token_count(self.tokens))
-            if output.finish_reason is None and self._is_worth_keeping():
+            await self._send_new()
+        except BusError as error:  # as above: what was not sent goes with the next output, or with the terminal
+            logger.warning("%s: tokens not sent now: %s", self._request.request_id, error)
+
+    async def aclose(self) -> None:
+        """The engine has ended: what waits goes with the terminal."""
+        if self._later is not None:
+            self._later.cancel()
+
+    async def _send_new(self) -> None:
+        assert self.last is not None
+        offset, tokens = self._sent, self.tokens
+        try:
+            await self.send(offset, tokens[4 * offset :], self.logprobs[offset:], self.last.cached_tokens if offset == 0 else None)
+            self._sent = max(offset, token_count(tokens))
+            if self.last.finish_reason is None and self._is_worth_keeping():
                 self._kept, self._kept_at_s = self._sent, self._clock()
                 await checkpoint(self._publisher, self.request, self.tokens)
         except BrokerUnavailable:
@@ -72,6 +100,7 @@ class Answer:
 
     async def send(self, offset: int, tokens: bytes, logprobs: Sequence[PositionLogprobs], cached_tokens: int | None = None) -> None:
         if tokens:
+            self._sent_at_s = self._clock()
             chunk = TokenChunk(
                 request_id=self.request.request_id,
                 attempt=self.request.attempt,

@@ -115,7 +115,7 @@ class DecodeConsumer:
 
     async def _generate(self, handoff: KvHandoff, answer: Answer) -> None:
         leg = leg_of(handoff.request, kv=handoff.kv, forced_tokens=handoff.first_tokens)
-        async with aclosing(self._engine.generate(leg)) as outputs:
+        async with aclosing(self._engine.generate(leg)) as outputs, aclosing(answer):
             async for output in outputs:
                 if answer.last is None:
                     self._check_kept(handoff)  # what was pulled from blocks that were free by then may be anybody's

@@ -177,6 +177,10 @@ def print_gateway(figures: GatewayFigures, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(figures)))
         return
-    print(f"{figures.requests_per_s:,.1f} requests/s, p50 {figures.ms_p50:,.0f} ms, p99 {figures.ms_p99:,.0f} ms, {figures.failures} failures")
-    print(f"{figures.connections} connections of {figures.load_program}, {figures.prompt_tokens:,} prompt tokens, {figures.shared_tokens:,} shared")
+    print(
+        f"{figures.requests_per_s:,.1f} requests/s, p50 {figures.ms_p50:,.0f} ms, p99 {figures.ms_p99:,.0f} ms, {figures.failures} failures"
+    )
+    print(
+        f"{figures.connections} connections of {figures.load_program}, {figures.prompt_tokens:,} prompt tokens, {figures.shared_tokens:,} shared"
+    )
     print("CPU ms per request: " + ", ".join(f"{name} {spent:.2f}" for name, spent in figures.cpu_ms_per_request.items()))

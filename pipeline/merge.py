@@ -97,6 +97,14 @@ def tail(chunk: TokenChunk, offset: int) -> TokenChunk | None:
     return chunk.model_copy(update={"offset": offset, "tokens": chunk.tokens[4 * had :], "logprobs": chunk.logprobs[had:]})
 
 
+def joined(chunk: TokenChunk, following: TokenChunk) -> TokenChunk | None:
+    """Both as one; None when they are not the same attempt's, side by side, with log probabilities for all tokens or for none."""
+    beside = chunk.attempt == following.attempt and chunk.offset + token_count(chunk.tokens) == following.offset
+    if not beside or not chunk.tokens or bool(chunk.logprobs) != bool(following.logprobs):
+        return None
+    return chunk.model_copy(update={"tokens": chunk.tokens + following.tokens, "logprobs": [*chunk.logprobs, *following.logprobs]})
+
+
 def whole(terminal: Terminal) -> TokenChunk:
     """All output tokens of a terminal as one chunk; its log probabilities only when there is one for each token."""
     complete = len(terminal.logprobs) == token_count(terminal.tokens)

@@ -16,10 +16,10 @@ from typing import Any, Self
 from ..schemas import subjects
 from ..schemas.codec import decode
 from ..schemas.errors import BusError, Undecodable
-from ..schemas.replies import AnyTerminal, Expired, Fence, Reply, TokenChunk
+from ..schemas.replies import AnyTerminal, Expired, Fence, Finished, Reply, TokenChunk
 from .clock import Clock
 from .connection import Bus, Subscription
-from .merge import ReplyMerge
+from .merge import ReplyMerge, joined
 from .raw import RawMessage
 from .recall import kept_replies, outcome
 
@@ -86,7 +86,23 @@ class ReplyStream:
                     self.feed(Expired(request_id=self.request_id, model=self.model, attempt=1, phase="no ending was heard by its deadline"))
             else:
                 await self._wait_for_news()
-        return self._ready.popleft()
+        return self._take()
+
+    @property
+    def end_is_next(self) -> bool:
+        """The next reply is a good end, and it is there already."""
+        return bool(self._ready) and isinstance(self._ready[0], Finished)
+
+    def _take(self) -> TokenChunk | AnyTerminal:
+        """What came while the reader was busy comes at once, and costs it one turn."""
+        reply = self._ready.popleft()
+        while isinstance(reply, TokenChunk) and self._ready and isinstance(following := self._ready[0], TokenChunk):
+            both = joined(reply, following)
+            if both is None:
+                break
+            self._ready.popleft()
+            reply = both
+        return reply
 
     def _left_s(self) -> float:
         return self._until_s - asyncio.get_running_loop().time()

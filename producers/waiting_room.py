@@ -69,6 +69,7 @@ class WaitingRoom:
         self._withdraw = withdraw
         self._kept: list[_Kept] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at_s = 0.0
 
     @property
     def kept(self) -> int:
@@ -99,9 +100,10 @@ class WaitingRoom:
         loop = asyncio.get_running_loop()
         at_s = loop.time() + delay_s
         if self._timer is not None and not self._timer.cancelled():
-            if self._timer.when() <= at_s:
+            if self._look_at_s <= at_s:
                 return
             self._timer.cancel()
+        self._look_at_s = at_s
         self._timer = loop.call_at(at_s, self._let_go)
 
     def _let_go(self) -> None:

@@ -187,7 +187,9 @@ def gateway(
     warm_up_s: Annotated[float, typer.Option(min=1.0)] = 5.0,
     connections: Annotated[int, typer.Option(min=1)] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="About so many.")] = 4000,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Of them at the beginning, the same for all; as many as there are: all alike.")] = 0,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Of them at the beginning, the same for all; as many as there are: all alike.")
+    ] = 0,
     max_tokens: Annotated[int, typer.Option(min=1)] = 32,
     prefill: Annotated[int, typer.Option(min=1)] = 2,
     decode: Annotated[int, typer.Option(min=1)] = 2,

@@ -136,6 +136,15 @@ def run(body: Callable[[], Coroutine[Any, Any, None]], loop_factory: Callable[[]
         runner.run(ungrouped())
 
 
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """For processes that serve. uvloop comes with vLLM."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
 def run_here(body: Callable[[], None]) -> None:
     """As `run`, for a command that computes and has nothing to wait for: Ctrl-C ends it at once."""
     with _in_one_line():

@@ -1,15 +1,13 @@
 """`jetwake gateway`: the OpenAI API over HTTP."""
 
-import asyncio
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import Broker, HealthFile, Limits, run, start_logging, stop_on_signals, takes_broker, topology_settings
+from .common import Broker, HealthFile, Limits, fast_loop, run, start_logging, stop_on_signals, takes_broker, topology_settings
 from .configured import configured
 
 app = typer.Typer()
@@ -95,13 +93,4 @@ def gateway(
         async with health.telling():
             await run_gateway(settings, broker.settings(), topology_settings(limit), stop_on_signals(), say_ready, health)
 
-    run(body, loop_factory=_fast_loop())
-
-
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop comes with vLLM."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+    run(body, loop_factory=fast_loop())

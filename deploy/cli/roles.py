@@ -16,6 +16,7 @@ from .common import (
     RouterOptions,
     ServedName,
     WorkerOptions,
+    fast_loop,
     run,
     start_logging,
     stop_on_signals,
@@ -54,7 +55,7 @@ def router(
         async with health.telling():
             await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
-    run(body)
+    run(body, loop_factory=fast_loop())
 
 
 def worker_command(role: "Role") -> Callable[..., None]:
@@ -89,7 +90,7 @@ def worker_command(role: "Role") -> Callable[..., None]:
             async with health.telling():
                 await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
-        run(body)
+        run(body, loop_factory=fast_loop())
 
     return command
 

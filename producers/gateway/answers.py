@@ -21,6 +21,7 @@ from .choice import Choice
 from .exchange import Exchange, Replies
 from .kept_streams import KeptStreams
 from .positions import cut
+from .stream_start import look_back_less
 from .streaming import Streaming
 from .submission import Submitter
 
@@ -72,6 +73,7 @@ class Answers:
         params = core.sampling_params
         assert params is not None
         self._processor.add_request(core, text, parent, number, self._collector)
+        look_back_less(self._processor, core)
         self._engine_ids.append(core.request_id)
         self._choices.append(Choice(self._processor, core.request_id, params, length))
 
@@ -97,7 +99,7 @@ class Answers:
                 yield output
         else:
             async for reply in replies:
-                outputs = choice.take(reply)
+                outputs = choice.take(reply, hold=replies.end_is_next)
                 if begun is not None:
                     begun.set()
                 for output in outputs:
@@ -134,7 +136,8 @@ class Answers:
                     if self._resumed and request.sampling.logprobs is not None and len(part.logprobs) != token_count(part.tokens):
                         raise NotResumable("the log probabilities of this stream are not kept any more: ask again")
                     pending += part.tokens
-                outputs = choice.take(part)
+                at = part.offset + token_count(part.tokens) if isinstance(part, TokenChunk) else 0
+                outputs = choice.take(part, hold=replies.end_is_next and not streaming.by_token and at not in streaming.cuts)
                 if outputs:
                     streaming.given(choice.given_tokens, choice.ended, pending)
                     pending = b""

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ...schemas.errors import SetupError
 from ...schemas.workers import ModelCard
+from .fast_tokenizer import use_fast_tokenizer
 from .settings import GatewaySettings
 
 SERVED_ROUTES = frozenset(
@@ -80,6 +81,7 @@ def vllm_config(args: Namespace) -> Any:
     from vllm import AsyncEngineArgs, envs
     from vllm.config import VllmConfig
 
+    use_fast_tokenizer(args.tokenizer or args.model, revision=args.tokenizer_revision, trust_remote_code=args.trust_remote_code)
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         model_config = engine_args.create_model_config()

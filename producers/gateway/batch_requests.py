@@ -30,6 +30,7 @@ class WholeAnswer:
     def __init__(self, replies: ReplyStream) -> None:
         self.request_id = replies.request_id
         self._replies = replies
+        self.end_is_next = True
 
     def close(self) -> None:
         self._replies.close()

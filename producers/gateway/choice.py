@@ -40,18 +40,21 @@ class Choice:
         self._held_tokens: list[int] = []
         self._held_logprobs: list[PositionLogprobs] = []
 
-    def take(self, reply: TokenChunk | AnyTerminal) -> list[RequestOutput]:
-        """What vLLM's front end gets to see now. Raises RequestFailed, RequestCancelled or DeadlineExceeded for such an ending."""
+    def take(self, reply: TokenChunk | AnyTerminal, hold: bool = False) -> list[RequestOutput]:
+        """What vLLM's front end gets to see now. Raises RequestFailed, RequestCancelled or DeadlineExceeded for such an ending.
+
+        `hold`: the end is the next reply and is there: tokens come with it, in one output.
+        """
         if isinstance(reply, TokenChunk):
-            return self._tokens(reply)
+            return self._tokens(reply, hold)
         if isinstance(reply, Finished):
             return self._finish(reply)
         raise error_of(reply)
 
-    def _tokens(self, chunk: TokenChunk) -> list[RequestOutput]:
+    def _tokens(self, chunk: TokenChunk, hold: bool) -> list[RequestOutput]:
         tokens, logprobs = [*self._held_tokens, *unpack_tokens(chunk.tokens)], [*self._held_logprobs, *chunk.logprobs]
-        if tokens and tokens[-1] in self._end_tokens and not self._params.ignore_eos:
-            # Perhaps the last one: whether it is text or an ending, only the next reply can say.
+        if tokens and (hold or (tokens[-1] in self._end_tokens and not self._params.ignore_eos)):
+            # Else: perhaps the last one. Whether it is text or an ending, only the next reply can say.
             self._held_tokens, self._held_logprobs = tokens, logprobs
             self._note(chunk.cached_tokens)
             return []

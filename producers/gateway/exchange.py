@@ -57,6 +57,9 @@ class Replies(Protocol):
 
     request_id: str
 
+    @property
+    def end_is_next(self) -> bool: ...
+
     def close(self) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[TokenChunk | AnyTerminal]: ...
