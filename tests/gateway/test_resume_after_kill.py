@@ -1,9 +1,9 @@
-"""A gateway is killed in the middle of a stream, and its client goes on at the other: every process is one of the commands' own."""
+"""A gateway process is killed in the middle of its streams, and their clients go on at another one: without a gap, without a repeat."""
 
 import asyncio
+import contextlib
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -13,21 +13,22 @@ from typing import Any
 
 import httpx
 import pytest
-from stream_checker import Event, check_chat, events_in
-
 from fleet import Fleet
+from stream_checker import check_chat, events_in
+
 from jetwake.consumers.timing import PolynomialTiming
 from jetwake.deploy.demo_model import fetch
 from jetwake.deploy.local import wait_until_served
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.settings import BrokerSettings
+from jetwake.producers.gateway.positions import split_event_id
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 MODEL = "sim"
 TOKENS = 300
-TIMES = 2
+STREAMS = 10
 SLOW_ENOUGH = PolynomialTiming((0.0, 0.0, 1.0), (0.0, 0.0, 10.0))
 """A token every 10 ms: an answer takes 3 s, and is cut off in its middle."""
 
@@ -76,49 +77,58 @@ def asked(number: int) -> dict[str, Any]:
         "max_tokens": TOKENS,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
 
 
-async def cut_off(http: httpx.AsyncClient, url: str, body: dict[str, Any], process: asyncio.subprocess.Process) -> list[Event]:
-    """What came until the gateway was killed. The last event may have come in part, and a client forgets that."""
+STREAMED: Any = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class Victim:
+    """Killed when one of the streams through it has had so many events: others have had fewer, or more."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, after_events: int) -> None:
+        self.url = url
+        self._process = process
+        self._after_events = after_events
+
+    def look_at(self, received: bytes) -> None:
+        if received.count(b"\n\n") >= self._after_events and self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+
+
+async def cut_off(http: httpx.AsyncClient, victim: Victim, number: int) -> str:
+    """What came until the kill. The last event may have come in part, and a client forgets that."""
     received = b""
-    with pytest.raises(httpx.RemoteProtocolError):
-        async with http.stream("POST", f"{url}/chat/completions", json=body) as response:
-            assert response.status_code == 200
+    async with http.stream("POST", f"{victim.url}/chat/completions", json={**asked(number), **STREAMED}) as response:
+        assert response.status_code == 200
+        with contextlib.suppress(httpx.RemoteProtocolError):
             async for part in response.aiter_bytes():
                 received += part
-                if received.count(b"\n\n") > TOKENS // 5 and process.returncode is None:
-                    os.kill(process.pid, signal.SIGKILL)
-    return events_in(received[: received.rindex(b"\n\n") + 2].decode())
+                victim.look_at(received)
+    assert b"[DONE]" not in received
+    return received[: received.rindex(b"\n\n") + 2].decode()
 
 
-@pytest.mark.parametrize("number", range(TIMES))
-async def test_a_stream_whose_gateway_is_killed_goes_on_at_another(broker: str, tmp_path: Path, number: int) -> None:
+async def one_stream(http: httpx.AsyncClient, victim: Victim, other: str, number: int) -> int:
+    """After how many tokens it was cut."""
+    begun = await cut_off(http, victim, number)
+    last = events_in(begun)[-1].id
+    response = await http.get(f"{other}/requests/{last.partition(':')[0]}/stream", headers={"Last-Event-ID": last})
+    assert response.status_code == 200, response.text
+    told = check_chat(begun + response.text, usage=True)
+    whole = (await http.post(f"{other}/chat/completions", json=asked(number))).json()
+    assert told.text[0] == whole["choices"][0]["message"]["content"]
+    assert told.usage is not None
+    assert told.usage["completion_tokens"] == TOKENS
+    return split_event_id(last)[1].position.tokens
+
+
+async def test_streams_whose_gateway_is_killed_go_on_at_another(broker: str, tmp_path: Path) -> None:
     async with (
-        gateway_process(broker, f"second-{number}", tmp_path) as (_, second),
-        gateway_process(broker, f"first-{number}", tmp_path) as (victim, first),
+        gateway_process(broker, "second", tmp_path) as (_, other),
+        gateway_process(broker, "first", tmp_path) as (process, url),
         httpx.AsyncClient(timeout=60) as http,
     ):
-        body = asked(number)
-        begun = await cut_off(http, first, body, victim)
-        last = begun[-1].id
-        assert 0 < int(re.split("[:e.]", last)[1]) < TOKENS
-        response = await http.get(f"{second}/requests/{last.partition(':')[0]}/stream", headers={"Last-Event-ID": last})
-        assert response.status_code == 200, response.text
-        resumed = events_in(response.text)
-        whole = await http.post(f"{second}/chat/completions", json={**body, "stream": False, "stream_options": None})
-
-    ids = [event.id for event in (*begun, *resumed)]
-    assert len(set(ids)) == len(ids)
-    told = check_chat([*begun, *resumed])
-    assert "".join(text_in(event) for event in (*begun, *resumed)) == whole.json()["choices"][0]["message"]["content"]
-    assert told is None or told
-    usage = [event.data["usage"] for event in resumed if event.data and event.data.get("usage")]
-    assert usage[-1]["completion_tokens"] == TOKENS
-
-
-def text_in(event: Event) -> str:
-    choices = (event.data or {}).get("choices") or [{}]
-    return choices[0].get("delta", {}).get("content") or ""
+        victim = Victim(process, url, after_events=TOKENS // 3)
+        cuts = await asyncio.gather(*(one_stream(http, victim, other, number) for number in range(STREAMS)))
+    assert all(0 < cut < TOKENS for cut in cuts)

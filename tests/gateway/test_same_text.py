@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
-fastokens: Any = pytest.importorskip("fastokens")
-
-from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import get_tokenizer
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor
-
 from jetwake.deploy.demo_model import fetch
 from jetwake.producers.gateway import fast_tokenizer
 from jetwake.producers.gateway.fast_tokenizer import SAMPLES, use_fast_tokenizer
-from jetwake.producers.gateway.stream_start import look_back_less
 
+pytest.importorskip("vllm")
+fastokens: Any = pytest.importorskip("fastokens")
 pytestmark = pytest.mark.vllm
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -32,6 +25,8 @@ _TOKENIZERS: dict[str, tuple[Any, Any]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def tokenizers() -> Iterator[None]:
     """`tiny`, plain and fast."""
+    from vllm.tokenizers import get_tokenizer
+
     folder = str(fetch("tiny"))
     fastokens.unpatch_transformers()
     plain = get_tokenizer(folder)
@@ -52,6 +47,8 @@ def test_the_fast_tokenizer_gives_the_same_tokens(text: str, with_specials: bool
 
 
 def test_a_tokenizer_that_the_fast_one_gets_wrong_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.tokenizers import get_tokenizer
+
     folder = str(fetch("tiny"))
     wrong = iter(range(10**6))  # no two encodings are alike
     monkeypatch.setattr(fast_tokenizer, "_encoded", lambda *_: next(wrong))
@@ -62,6 +59,12 @@ def test_a_tokenizer_that_the_fast_one_gets_wrong_is_used_as_it_is(monkeypatch: 
 @given(st.text(max_size=80), st.lists(st.integers(0, 2047), min_size=1, max_size=30), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=200)
 def test_an_answer_reads_the_same_when_less_of_the_prompt_is_looked_at(text: str, drawn: list[int], skip: bool, fast: bool) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from jetwake.producers.gateway.stream_start import look_back_less
+
     tokenizer = _TOKENIZERS["tiny"][fast]
     prompt = tokenizer("a longer beginning of it all " * 10 + text).input_ids
 
