@@ -90,8 +90,8 @@ class ReplyStream:
 
     @property
     def end_is_next(self) -> bool:
-        """The next reply is a good end, and it is there already."""
-        return bool(self._ready) and isinstance(self._ready[0], Finished)
+        """The next reply is the end for the answer's length, and it is there already."""
+        return bool(self._ready) and isinstance(end := self._ready[0], Finished) and end.finish_reason == "length"
 
     def _take(self) -> TokenChunk | AnyTerminal:
         """What came while the reader was busy comes at once, and costs it one turn."""

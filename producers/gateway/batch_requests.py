@@ -15,7 +15,7 @@ from ...pipeline.recall import find
 from ...pipeline.replies import ReplyInbox, ReplyStream
 from ...pipeline.submit import cancel_earlier, cancel_request, store_request
 from ...schemas.errors import Overloaded, UnknownRequest
-from ...schemas.replies import AnyTerminal, Fence, TokenChunk
+from ...schemas.replies import AnyTerminal, Fence, Finished, TokenChunk
 from ...schemas.requests import InferenceRequest
 from ..batches.running import patiently
 from .exchange import Replies
@@ -30,7 +30,7 @@ class WholeAnswer:
     def __init__(self, replies: ReplyStream) -> None:
         self.request_id = replies.request_id
         self._replies = replies
-        self.end_is_next = True
+        self.end_is_next = False
 
     def close(self) -> None:
         self._replies.close()
@@ -38,6 +38,7 @@ class WholeAnswer:
     async def __aiter__(self) -> AsyncIterator[TokenChunk | AnyTerminal]:
         async for reply in self._replies:
             if not isinstance(reply, TokenChunk):
+                self.end_is_next = isinstance(reply, Finished) and reply.finish_reason == "length"
                 if reply.tokens:
                     yield whole(reply)
                 yield reply

@@ -58,7 +58,9 @@ class Replies(Protocol):
     request_id: str
 
     @property
-    def end_is_next(self) -> bool: ...
+    def end_is_next(self) -> bool:
+        """The next reply is the end for the answer's length, and it is there already. (vLLM drops the text of a last token of any other end.)"""
+        ...
 
     def close(self) -> None: ...
 
