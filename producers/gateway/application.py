@@ -126,9 +126,15 @@ async def build(engine: Any, args: Namespace) -> Any:
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     app.router.routes[:] = list(served(app.router.routes))
-    app.user_middleware[:] = [entry for entry in app.user_middleware if cast(type, entry.cls).__name__ not in _MIDDLEWARE_NOT_USED]
+    drop_unused_middleware(app)
     _hush_expected_failures()
     return app
+
+
+def drop_unused_middleware(app: Any) -> None:
+    """Also where the application has put its layers together already."""
+    app.user_middleware[:] = [entry for entry in app.user_middleware if cast(type, entry.cls).__name__ not in _MIDDLEWARE_NOT_USED]
+    app.middleware_stack = app.build_middleware_stack()
 
 
 def served(routes: list[Any]) -> list[Any]:

@@ -379,3 +379,25 @@ async def test_the_url_is_told_in_a_file(system: System, tmp_path: Path) -> None
         assert read(ready)["url"] == second.url
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{read(ready)['admin_url']}/health")).status_code == 200
+
+
+def test_what_vllm_counts_for_itself_is_not_in_the_way_of_a_request() -> None:
+    from fastapi import FastAPI
+    from prometheus_fastapi_instrumentator import Instrumentator
+
+    from jetwake.producers.gateway.application import drop_unused_middleware
+
+    app = FastAPI()
+    Instrumentator().instrument(app)
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM's own start does
+    assert "PrometheusInstrumentatorMiddleware" in layers_of(app)
+    drop_unused_middleware(app)
+    assert "PrometheusInstrumentatorMiddleware" not in layers_of(app)
+
+
+def layers_of(app: Any) -> list[str]:
+    layer, names = app.middleware_stack, list[str]()
+    while layer is not None:
+        names.append(type(layer).__name__)
+        layer = getattr(layer, "app", None)
+    return names
