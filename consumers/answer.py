@@ -74,7 +74,7 @@ class Answer:
         try:
             await self._send_new()
         except BusError as error:  # as above: what was not sent goes with the next output, or with the terminal
-            logger.warning("%s: tokens not sent now: %s", self._request.request_id, error)
+            logger.warning("%s: tokens not sent now: %s", self.request.request_id, error)
 
     async def aclose(self) -> None:
         """The engine has ended: what waits goes with the terminal."""

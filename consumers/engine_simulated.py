@@ -280,8 +280,8 @@ class SimulatedEngine:
         count = 1
         if run.steps or run.leg.kv is not None:
             await self._make_room(run)
-            is_timed = await self._clock.decode(run.sequence.num_tokens)
-            count = 1 if is_timed or not run.steps else TOKENS_WITHOUT_TIME
+            due = await self._clock.decode(run.sequence.num_tokens)
+            count = (due or TOKENS_WITHOUT_TIME) if run.steps else 1
         run.steps += 1
         tokens, logprobs = self._draw(run, count)
         self._counters["drawn_tokens"] += len(tokens)

@@ -1,10 +1,11 @@
 """Step times are pure figures; the clock lets steps pass one by one and shares a decode step between sequences."""
 
 import asyncio
+import time
 
 import pytest
 
-from jetwake.consumers.step_clock import StepClock
+from jetwake.consumers.step_clock import MOST_STEPS_AT_ONCE, StepClock
 from jetwake.consumers.timing import DYNAMO_DEFAULT, ZERO, Timing, timing_named
 from jetwake.schemas.errors import SetupError
 
@@ -51,12 +52,21 @@ async def test_decoding_sequences_share_steps() -> None:
 
     async def sequence() -> None:
         for _ in range(5):
-            assert await clock.decode(1)
+            assert await clock.decode(1) >= 1
 
     await asyncio.gather(*(sequence() for _ in range(8)))
     runner.cancel()
     assert sum(batch > 1 for batch in timing.batches) == 5
     assert max(timing.batches) == 8
+
+
+async def test_a_clock_that_is_behind_takes_several_steps_at_once() -> None:
+    clock = StepClock(CountedTiming(), lambda: 0.5)
+    runner = asyncio.create_task(clock.run())
+    assert await clock.decode(1) == 1
+    time.sleep(0.05)  # noqa: ASYNC251  the loop stands still, and with it the clock
+    assert await clock.decode(1) == MOST_STEPS_AT_ONCE
+    runner.cancel()
 
 
 async def test_prefill_and_decode_take_turns() -> None:
