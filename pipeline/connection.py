@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 
 from ..schemas.errors import BrokerUnavailable, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
 from .faults import FOREIGN_ERRORS, translated, translation
-from .hearing_client import HearingClient
+from .hearing_client import HearingClient, keeping_cancels
 from .inbox import AnswerInbox
 from .raw import NO_HEADERS, RawMessage
 from .reconnects import ReconnectCallback, Reconnects
@@ -195,14 +195,11 @@ class Bus:
             raise PayloadTooLarge(f"message for {subject} has {size} bytes, the broker carries {self.max_payload_bytes}")
 
     async def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task else 0
-        try:
-            await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
-        except FOREIGN_ERRORS as error:
-            raise translated(error, f"publishing to {subject}") from error
-        if task and task.cancelling() > cancels:  # nats-py swallows a cancel that meets it while its buffer is full
-            raise asyncio.CancelledError
+        with keeping_cancels():
+            try:
+                await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
+            except FOREIGN_ERRORS as error:
+                raise translated(error, f"publishing to {subject}") from error
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
@@ -225,12 +222,10 @@ class Bus:
         """The broker has seen all that was sent before."""
         if not self.connected:
             raise BrokerUnavailable(f"not connected to {self._where}")
-        try:
+        with keeping_cancels(), translation(f"flushing: {self._where} did not answer"):
             async with asyncio.timeout(self.settings.request_timeout_s):
                 for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
                     await self._client.flush()
-        except FOREIGN_ERRORS as error:
-            raise translated(error, f"flushing: {self._where} did not answer") from error
 
     # -- what nats-py tells -------------------------------------------------------------------------------------------
 

@@ -1,11 +1,18 @@
-"""nats-py's client, with one thing mended: whoever gives up waiting for the answer to a ping leaves the connection hearing.
+"""nats-py's client and the two things it does to whoever gives up waiting.
+
+`HearingClient`: whoever gives up waiting for the answer to a ping leaves the connection hearing.
 
 Flushes, drains of a subscription and measured round trips wait for a ping. nats-py keeps what they wait with when they are cancelled
 or out of time, and its reading loop ends for good when the answer comes all the same: after a partition, for example. The connection
 then looks alive and hears nothing until it has missed three pings of its own.
+
+`keeping_cancels`: a cancel that comes together with what was waited for is not lost (`asyncio.wait_for` of Python 3.11, which nats-py
+uses, loses it, and nats-py itself does while its buffer is full). A loop that loses its cancel goes on for ever.
 """
 
 import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from nats.aio.client import Client
 
@@ -17,3 +24,13 @@ class HearingClient(Client):
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()  # nobody waits for it any more
         await super()._process_pong()
+
+
+@contextmanager
+def keeping_cancels() -> Generator[None]:
+    """Raises CancelledError at the end of the body when this task was cancelled in it and did not notice."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from .faults import FOREIGN_ERRORS
+from .hearing_client import keeping_cancels
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ class Subscription:
         if self._left:
             return
         self._left = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await how()
-        except FOREIGN_ERRORS as error:  # closed or cut off: then the broker has forgotten us already
-            logger.debug("leaving %s: %s", self._subscription.subject, error)
+        with keeping_cancels():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await how()
+            except FOREIGN_ERRORS as error:  # closed or cut off: then the broker has forgotten us already
+                logger.debug("leaving %s: %s", self._subscription.subject, error)

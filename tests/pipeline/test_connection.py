@@ -222,3 +222,15 @@ async def test_a_connection_that_was_silent_for_a_while_hears_again(nats_server:
         await bus.publish(unique, b"x")
         async with asyncio.timeout(5):
             assert (await heard.get()).data == b"x"
+
+
+@pytest.mark.parametrize("how", ["drain", "flush"])
+async def test_a_cancel_that_comes_together_with_the_answer_is_not_lost(bus: Bus, unique: str, how: str) -> None:
+    subscription = await bus.subscribe(unique, lambda _: None)
+    waiting = asyncio.create_task(subscription.drain(5.0) if how == "drain" else bus.flush())
+    pongs = bus._client._pongs
+    while not pongs:
+        await asyncio.sleep(0)
+    pongs[0].add_done_callback(lambda _: waiting.cancel())
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
