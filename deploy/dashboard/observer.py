@@ -17,13 +17,13 @@ from ...pipeline.connection import Bus, RawMessage
 from ...pipeline.jetstream import stored_messages
 from ...pipeline.registry import Registry
 from ...pipeline.settings import BrokerSettings
-from ...pipeline.topology import QueueCount, StreamCount, consumer_counts, queue_progress, stream_counts
+from ...pipeline.topology import QueueCount, StreamCount, consumer_counts, queue_progress, stream_counts, subject_counts
 from ...schemas import subjects
 from ...schemas.codec import decode
 from ...schemas.errors import BusError, Undecodable
 from ...schemas.events import RequestEnded
 from ...schemas.routing import RouterHere
-from ...schemas.streams import EVENTS
+from ...schemas.streams import EVENTS, REQUESTS
 from ...schemas.workers import WorkerLoad
 from .history import SLOT_S, SLOTS, History
 from .state import Known, SeenRouter
@@ -50,6 +50,7 @@ class Observer:
         self._loads: dict[str, bytes] = {}
         self._queues: dict[str, QueueCount] = {}
         self._streams: dict[str, StreamCount] = {}
+        self._by_model: dict[str, int] = {}
         self._routers: dict[str, tuple[SeenRouter, float]] = {}
         self._inbox = bus.new_inbox()
         self._heard = asyncio.Event()
@@ -98,6 +99,7 @@ class Observer:
             loads={load.worker + "-" + load.incarnation: load for load in self._readable_loads({card.worker for card in cards.values()})},
             queues=self._queues,
             streams=self._streams,
+            by_model=self._by_model,
             routers=tuple(router for _, (router, heard_s) in sorted(self._routers.items()) if now_s - heard_s < ROUTER_GONE_S),
         )
 
@@ -157,6 +159,8 @@ class Observer:
 
     async def _ask(self, turn: int) -> None:
         self._queues = await consumer_counts(self.bus)
+        several = len({card.model for card in self._registry.workers.values()}) > 1
+        self._by_model = await subject_counts(self.bus, REQUESTS.name) if several else {}
         if turn % ROUTERS_EVERY == 0:
             self._streams = await stream_counts(self.bus)
             await self._ask_routers()

@@ -35,9 +35,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class PoolReading:
-    """`waiting_first`: requests and jobs that wait for a first token. Requests are counted once for the whole broker."""
+    """`waiting_first`: requests of its model, and jobs, that wait for a first token."""
 
     pool: str
+    model: str
     first: Leg
     decode: Leg
     waiting_first: int
@@ -84,12 +85,13 @@ def is_long(wait_s: float, whole_s: float, waiting: int, lately: Slot) -> bool:
 
 def read_pool(known: Known, pool: str) -> PoolReading:
     first = [*known.workers("prefill", pool), *known.workers("aggregated", pool)]
-    requests = sum(count.pending + count.in_progress for count in known.requests().values())
+    model = next(card.model for card in known.cards.values() if card.pool == pool)
     return PoolReading(
         pool=pool,
+        model=model,
         first=_leg(known, first),
         decode=_leg(known, known.workers("decode", pool)),
-        waiting_first=sum(known.jobs(card) for card in first) + requests,
+        waiting_first=sum(known.jobs(card) for card in first) + known.requests_of(model),
         waiting_decode=known.handoffs(pool),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ...pipeline.topology import QueueCount, StreamCount
 from ...schemas.streams import DEAD, OPENAI_JOBS, ROUTER_CONSUMERS
-from ...schemas.subjects import handoff, last_token, prefill
+from ...schemas.subjects import handoff, last_token, prefill, requests
 from ...schemas.workers import Role, WorkerCard, WorkerLoad
 from .history import Gauges
 
@@ -21,7 +21,7 @@ class SeenRouter:
 
 @dataclass(frozen=True)
 class Known:
-    """`cards` by worker, `loads` by lane, `queues` by subject, `streams` by name; `now_ms` by the broker's clock."""
+    """`by_model`: requests by subject, asked for only where there are several models. `cards` by worker, `loads` by lane, `queues` by subject, `streams` by name; `now_ms` by the broker's clock."""
 
     now_ms: int
     connected: bool = True
@@ -30,6 +30,7 @@ class Known:
     queues: Mapping[str, QueueCount] = field(default_factory=dict[str, QueueCount])
     streams: Mapping[str, StreamCount] = field(default_factory=dict[str, StreamCount])
     routers: tuple[SeenRouter, ...] = ()
+    by_model: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def workers(self, role: Role, pool: str = "") -> list[WorkerCard]:
         """By name; those of one pool, or all."""
@@ -46,6 +47,16 @@ class Known:
     def requests(self) -> dict[str, QueueCount]:
         """By priority class."""
         return {last_token(spec.filter_subject): self.queues.get(spec.filter_subject, NOTHING) for spec in ROUTER_CONSUMERS}
+
+    def requests_of(self, model: str) -> int:
+        """All that have no worker yet, for this model."""
+        if not self.several_models:
+            return sum(count.pending + count.in_progress for count in self.requests().values())
+        return sum(count for subject, count in self.by_model.items() if subject.startswith(requests(model, "")))
+
+    @property
+    def several_models(self) -> bool:
+        return len({card.model for card in self.cards.values()}) > 1
 
     def jobs(self, card: WorkerCard) -> int:
         """Those that wait in this worker's own queue."""

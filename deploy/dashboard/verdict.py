@@ -1,5 +1,6 @@
 """What the numbers mean, in words: which pool is short, whether routing helps, whether the network is the limit. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +27,11 @@ class Finding:
     advice: str = ""
 
 
-def findings(known: Known, pools: list[PoolReading], lately: Slot) -> list[Finding]:
-    """What matters most comes first: what is broken, then what is short, then whether routing and network do their part."""
+def findings(known: Known, pools: list[PoolReading], lately: Slot, by_model: Mapping[str, Slot]) -> list[Finding]:
+    """`lately`: of all models. What matters most comes first: what is broken, then what is short, then whether routing and network do their part."""
     if not known.connected:
         return [Finding("broker", "bad", "The broker does not answer: what is shown is what was known before.")]
-    found = [*_workers(known), *(finding for pool in pools for finding in _pool(pool, lately, several=len(pools) > 1))]
+    found = [*_workers(known), *(finding for pool in pools for finding in _pool(pool, by_model[pool.model], several=len(pools) > 1))]
     if lately.requests == 0:
         if not any(pool.waiting_first or pool.waiting_decode for pool in pools) and pools:
             found.append(Finding("pools", "info", "Idle: nothing ended in the last minute, and nothing waits."))

@@ -22,7 +22,7 @@ def snapshot(known: Known, history: History, window_s: int = 300, model: str = "
     whole = history.over(newest - window_slots + 1, newest, model)
     lately = history.over(newest - LATELY_S // SLOT_S, newest)
     readings = [read_pool(known, pool) for pool in known.pools]
-    found = findings(known, readings, lately)
+    by_model = {reading.model: history.over(newest - LATELY_S // SLOT_S, newest, reading.model) for reading in readings}
     rates = history.over(newest - RATE_SLOTS + 1, newest, model)
     return Snapshot(
         now_ms=known.now_ms,
@@ -30,12 +30,12 @@ def snapshot(known: Known, history: History, window_s: int = 300, model: str = "
         window_s=window_slots * SLOT_S,
         model=model,
         models=sorted({card.model for card in known.cards.values()} | set(history.models)),
-        findings=found,
+        findings=findings(known, readings, lately, by_model),
         queues=[QueueView(name, count.pending, count.in_progress) for name, count in known.requests().items()],
         durable_jobs=known.durable_jobs,
         dead_letters=known.dead_letters,
         routers=[{"name": router.name, "policy": router.policy} for router in known.routers],
-        pools=[_pool(known, reading.pool, tuple(reading.short(lately))) for reading in readings],
+        pools=[_pool(known, reading.pool, tuple(reading.short(by_model[reading.model]))) for reading in readings],
         totals=_totals(whole, rates, covered_s(known.now_ms, RATE_SLOTS)),
         lines=_lines(history, newest, window_slots, model),
         requests=[row for event in history.recent if not model or event.model == model for row in [_row(event)]][:rows],

@@ -4,4 +4,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, under importlib's import mode
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))  # `fleet`
+for folder in ("e2e", "gateway"):  # `fleet`, `gateway_system`
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -1,5 +1,7 @@
 """What the numbers mean: each case is what an operator would conclude from them."""
 
+from dataclasses import replace
+
 import pytest
 from pictures import POOL, card, ended, history, known, load, way
 
@@ -124,3 +126,10 @@ def test_what_is_broken_comes_first(now: Known, text: str) -> None:
 def test_failures_are_told() -> None:
     told = many(stages=way(), outcome="failed")
     assert "60 requests of 60 failed in the last minute." in [finding.text for finding in snapshot(known(PREFILL, DECODE), told).findings]
+
+
+def test_of_several_models_only_that_one_is_short_whose_requests_wait() -> None:
+    cards = (PREFILL, DECODE, card("prefill-2", "prefill", model="n", pool="n-0"), card("decode-2", "decode", model="n", pool="n-0"))
+    busy = replace(known(*cards, **{REQUESTS: 12}), by_model={"jw.requests.m.interactive": 12})
+    found = [finding.text for finding in snapshot(busy, many(stages=way(queue=900, prefill=600))).findings if finding.about == "pools"]
+    assert [text.split(":")[0] for text in found] == [f"Prefill is short in {POOL}"]
