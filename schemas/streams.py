@@ -10,8 +10,8 @@ from .subjects import NO_DOMAIN, handoff
 
 DUPLICATE_WINDOW_S = 120
 ACK_WAIT_S = 10
-"""How long a worker may be silent about a message it holds; it reports every third of this."""
-DECODE_ACK_WAIT_S = 5
+"""How long a worker may be silent about a message it holds; it reports every fifth of this."""
+DECODE_ACK_WAIT_S = 6
 """What a dead decode worker had in hand waits as long: little more than it takes routers to see that a worker died."""
 DECODE_PULLS = 4096
 """A decode worker has a pull at the broker for each priority it asks at: up to ten."""
