@@ -31,6 +31,7 @@ from ..producers.gateway.settings import GatewaySettings
 from ..producers.gateway.submission import Submitter
 from ..schemas.batches import BatchRecord, LineError, LineResult
 from ..schemas.errors import SetupError
+from ..schemas.subjects import BATCHES
 from .gateway import wait_for_model
 
 MAX_LINES = 10_000_000
@@ -95,7 +96,7 @@ async def run_batch(plan: RunPlan, broker: BrokerSettings, stopping: asyncio.Eve
 
         from ..producers.gateway.offline import open_offline  # imports vLLM: seconds
 
-        # Its own inbox stays empty: the replies of a batch come under the batch's name.
+        # Its own inbox stays empty: the replies of a batch come under a name for batches.
         submitter = Submitter(bus, publisher, ReplyInbox(bus, "batch-run", clock), clock, card)
         offline = await open_offline(settings, submitter)
         try:
@@ -144,7 +145,12 @@ class _Run:
             self._add_known(known)
         self._tell()
         try:
-            await self._send(checked, log, checker.endpoint, asking_for(app, self._bus, self._publisher, self._clock, model, []))
+            await self._send(
+                checked,
+                log,
+                checker.endpoint,
+                asking_for(app, self._bus, self._publisher, self._clock, model, [], self._bus.settings.name or BATCHES),
+            )
         finally:
             log.close()
         log.finish()

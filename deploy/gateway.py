@@ -10,7 +10,7 @@ from ..pipeline.connection import Bus
 from ..pipeline.publish import Publisher
 from ..pipeline.replies import ReplyInbox
 from ..pipeline.settings import BrokerSettings, TopologySettings
-from ..pipeline.topology import ensure_topology
+from ..pipeline.topology_keeper import TopologyKeeper
 from ..producers.gateway.exposure import is_loopback
 from ..producers.gateway.kept_streams import KeptStreams
 from ..producers.gateway.key_keeper import KeyKeeper
@@ -41,7 +41,8 @@ async def run_gateway(
     # A client with a timeout of its own is better served by a soon refusal than by a late acceptance.
     patient = broker.model_copy(update={"publish_deadline_s": min(broker.publish_deadline_s, settings.store_patience_s)})
     async with Bus.connect(patient, name=settings.name) as bus:
-        await ensure_topology(bus, topology)
+        keeper = TopologyKeeper(bus, topology)
+        await keeper.start()
         publisher, clock = Publisher(bus), ServerClock(bus)
         await clock.sync()
         card = await wait_for_model(ModelCatalogue(bus, publisher), settings, stopping)
@@ -86,7 +87,7 @@ async def run_gateway(
             await inbox.close()
 
         served = asyncio.ensure_future(server.run())
-        loops: list[Loop] = [bus.failed(), clock.run(), keys.run(), batches.run(), dashboard.run(), _with(served)]
+        loops: list[Loop] = [bus.failed(), keeper.run(), clock.run(), keys.run(), batches.run(), dashboard.run(), _with(served)]
         if doors is not None:
             loops.append(doors.run())
         await run_until(stopping, loops, drain)

@@ -89,10 +89,10 @@ class LiveLoad:
 def _waiting_by_pool(counts: dict[str, QueueCount], cards: dict[str, WorkerCard]) -> dict[str, int]:
     """What was delivered and is not settled runs; only what was not delivered waits."""
     role_of = {subjects.prefill(lane): card.role for lane, card in cards.items()}
-    handoffs = {subjects.handoff(card.pool) for card in cards.values()}
+    handoffs = tuple(subjects.handoff(card.pool, "") for card in cards.values())
     waiting = dict.fromkeys(role_of.values(), 0)
     for subject, count in counts.items():
-        pool = role_of.get(subject, "decode" if subject in handoffs else "router" if subject.startswith("jw.requests.") else "")
+        pool = role_of.get(subject, "decode" if subject.startswith(handoffs) else "router" if subject.startswith("jw.requests.") else "")
         if pool:
             waiting[pool] = waiting.get(pool, 0) + count.pending
     return waiting

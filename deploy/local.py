@@ -31,6 +31,7 @@ from .role_settings import router_settings, worker_settings
 from .supervisor import Child, Supervisor
 
 CANARY_TIMEOUT_S = 60.0
+URL_VARIABLE = "JETWAKE_NATS_URL"
 AFTER_GRACE_S = 10.0
 """For what a worker does when the grace of its drain is over: giving the rest to others, and ending its engine."""
 
@@ -118,14 +119,16 @@ def local_system(
 
 
 def broker_arguments(broker: BrokerSettings) -> list[str]:
-    """The options that give a child the same broker; its URL is passed on its own."""
+    """The options that give a child the same broker; its URL, which may hold a password, is passed in the environment."""
     files = {
         "--nats-credentials": broker.credentials,
+        "--nats-nkey-file": broker.nkey_file,
         "--nats-tls-ca": broker.tls_ca,
         "--nats-tls-cert": broker.tls_cert,
         "--nats-tls-key": broker.tls_key,
     }
-    return [word for option, path in files.items() if path is not None for word in (option, str(path))]
+    given = [word for option, path in files.items() if path is not None for word in (option, str(path))]
+    return [*given, "--nats-inbox-prefix", broker.inbox_prefix, "--nats-topology", broker.topology]
 
 
 def state_file() -> Path:
@@ -144,22 +147,23 @@ def running_url() -> str | None:
 
 def children_of(system: LocalSystem, url: str, logs: Path) -> list[Child]:
     """The processes of the system, routers first. Pure."""
-    connection = ["--nats-url", url, *system.common_arguments]
+    connection, environment = system.common_arguments, {URL_VARIABLE: url}
     children = [
         Child(
             "router-1",
             ["router", "--name", "router-1", "--policy", system.policy, *system.router_arguments, *system.limit_arguments, *connection],
             logs / "router-1.log",
+            environment,
         )
     ]
     for role, count in (("prefill", system.prefill), ("decode", system.decode), ("aggregated", system.aggregated)):
         for number in range(1, count + 1):
             name = f"{role}-{number}"
             own = [*system.engine_arguments, *system.worker_arguments, *system.limit_arguments]
-            children.append(Child(name, [role, "--name", name, *own, *connection], logs / f"{name}.log"))
+            children.append(Child(name, [role, "--name", name, *own, *connection], logs / f"{name}.log", environment))
     if system.gateway is not None:
         arguments = [*system.gateway.arguments(system.model, ready_file(logs)), *system.limit_arguments]
-        children.append(Child("gateway-1", [*arguments, *connection], logs / "gateway-1.log"))
+        children.append(Child("gateway-1", [*arguments, *connection], logs / "gateway-1.log", environment))
     return children
 
 

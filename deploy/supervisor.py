@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +23,14 @@ USAGE_EXIT_CODE = 2
 
 @dataclass
 class Child:
-    """One supervised process: the `jetwake` command with `arguments`, writing to `log_file`."""
+    """One supervised process: the `jetwake` command with `arguments`, writing to `log_file`. What may be secret is in `environment`,
+    which no other user of the machine sees.
+    """
 
     name: str
     arguments: Sequence[str]
     log_file: Path
+    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     state: str = "waiting"
     restarts: int = 0
     pid: int = 0
@@ -91,7 +94,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C reaches the parent only, which drains the children in order
             )
         child.pid = child.process.pid

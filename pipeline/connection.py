@@ -2,7 +2,8 @@
 
 Reads and writes the network through nats-py, and is the only module that holds its client. Promises: no exception of nats-py
 leaves it; a payload the broker would cut us off for is refused before it is sent; every wait for an answer ends; what must be
-done again after a reconnect is done again until it succeeds; `failed()` tells when the connection is lost for good.
+done again after a reconnect is done again until it succeeds; `failed()` tells when the connection is lost for good; what the broker's
+permissions forbid is an error that names the subject.
 """
 
 import asyncio
@@ -15,14 +16,16 @@ from types import MappingProxyType
 
 from nats.aio.msg import Msg
 
-from ..schemas.errors import BrokerUnavailable, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
+from ..schemas.errors import BrokerUnavailable, JetwakeError, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
 from .faults import FOREIGN_ERRORS, translated, translation
 from .hearing_client import HearingClient, keeping_cancels
 from .inbox import AnswerInbox
 from .raw import NO_HEADERS, RawMessage
 from .reconnects import ReconnectCallback, Reconnects
+from .refusals import Refusals, not_permitted
 from .settings import BrokerSettings
 from .subscription import Subscription
+from .user_keys import check_seed_file
 
 __all__ = ["Bus", "RawMessage", "Subscription", "encoded_headers_bytes"]
 
@@ -47,8 +50,11 @@ class Bus:
         self._closing = False
         self._last_error = "no error told"
         self._turned_away = False
+        self._tls_error = ""
+        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._where = re.sub(r"//[^/@,]*@", "//", settings.url)  # passwords do not belong in error texts
         self._inbox = AnswerInbox("")
+        self.refusals = Refusals()
         self._supervisor: asyncio.Task[None] | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -66,28 +72,37 @@ class Bus:
     async def open(cls, settings: BrokerSettings, name: str) -> "Bus":
         """Connected, or BrokerUnavailable after `connect_timeout_s`, or NotPermitted when the broker turned us away."""
         bus = cls(settings, name)
+        connecting = asyncio.create_task(bus._connect())
         try:
-            async with asyncio.timeout(settings.connect_timeout_s):
-                await bus._connect()
-        except FOREIGN_ERRORS as error:
-            await bus.close()
-            if bus._turned_away:
-                raise NotPermitted(f"{bus._where} refused us: wrong or missing credentials") from error
-            if isinstance(error, TimeoutError):
-                text = f"no NATS server answers at {bus._where} within {settings.connect_timeout_s:g} s ({bus._last_error})"
-                raise BrokerUnavailable(text) from error
-            raise translated(error, f"connecting to {bus._where}") from error
+            await asyncio.wait({connecting, bus._hopeless}, timeout=settings.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise bus._not_connected()
+            with translation(f"connecting to {bus._where}"):
+                connecting.result()
         except BaseException:
+            await _ended(connecting)
             await bus.close()
             raise
         bus._supervisor = asyncio.create_task(bus._reconnects.run(), name="bus-supervisor")
         return bus
 
+    def _not_connected(self) -> JetwakeError:
+        """Why not, as far as was heard."""
+        if self._tls_error:
+            return SetupError(f"no TLS with {self._where}: {self._tls_error}; see --nats-tls-ca, --nats-tls-cert and --nats-tls-key")
+        if self._turned_away:
+            return NotPermitted(f"{self._where} refused us: wrong or missing credentials")
+        return BrokerUnavailable(
+            f"no NATS server answers at {self._where} within {self.settings.connect_timeout_s:g} s ({self._last_error})"
+        )
+
     async def _connect(self) -> None:
         settings = self.settings
-        credentials = settings.credentials
+        credentials, nkey = settings.credentials, settings.nkey_file
         if credentials is not None and not credentials.is_file():
             raise SetupError(f"credentials file {credentials} does not exist")
+        if nkey is not None:
+            check_seed_file(nkey)
         await self._client.connect(
             servers=settings.url.split(","),
             name=self.name,
@@ -104,6 +119,7 @@ class Bus:
             pending_size=_PUBLISH_BUFFER_BYTES,
             inbox_prefix=settings.inbox_prefix,
             user_credentials=str(credentials) if credentials is not None else None,
+            nkeys_seed=str(nkey) if nkey is not None else None,
             tls=_tls_context(settings),
         )
         self._connected.set()
@@ -171,13 +187,25 @@ class Bus:
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> RawMessage:
         """The one answer. BrokerUnavailable: none in time, outcome unknown. StreamMissing: nobody listens there."""
+        return await self.request_many(subject, payload, lambda _: False, headers, timeout_s)
+
+    async def request_many(
+        self,
+        subject: str,
+        payload: bytes,
+        take: Callable[[RawMessage], bool],
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> RawMessage:
+        """As `request`, for a question with many answers: the first one of which `take` says that no more come."""
         self.check_size(subject, payload, headers)
         timeout_s = self.settings.request_timeout_s if timeout_s is None else timeout_s
-        reply, answer = self._inbox.ask(subject)
+        reply, answer = self._inbox.ask(subject, take)
         try:
             async with asyncio.timeout(timeout_s):
                 if not self.connected:
                     await self._connected.wait()
+                self.refusals.check_subscription(self._inbox.subject)
                 await self._send(subject, payload, headers, reply)
                 message = await answer
         except TimeoutError as error:
@@ -195,6 +223,7 @@ class Bus:
             raise PayloadTooLarge(f"message for {subject} has {size} bytes, the broker carries {self.max_payload_bytes}")
 
     async def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
+        self.refusals.check_publish(subject)
         with keeping_cancels():
             try:
                 await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
@@ -210,22 +239,30 @@ class Bus:
             headers = MappingProxyType(message.headers) if message.headers else NO_HEADERS
             callback(RawMessage(message.subject, message.data, headers, message.reply))
 
+        self.refusals.subscribing(subject)
         with translation(f"subscribing to {subject}"):
             # No limits on what waits: the callbacks do not block, and a dropped message is worse than a full pipe.
             # Its signature has a bare Future, so its type is partly unknown.
             subscribed = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
                 subject, queue=queue, cb=hand_over, pending_msgs_limit=0, pending_bytes_limit=0
             )
-            return Subscription(subscribed)
+            return Subscription(subscribed, lambda: self.refusals.left(subject))
+
+    async def publish_permitted(self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Plain publish that the broker has seen on return. Raises NotPermitted when it was refused."""
+        await self.publish(subject, payload, headers)
+        await self.flush()
+        self.refusals.check_publish(subject)
 
     async def flush(self) -> None:
-        """The broker has seen all that was sent before."""
+        """The broker has seen all that was sent before. Raises NotPermitted while any subscription of this connection is refused."""
         if not self.connected:
             raise BrokerUnavailable(f"not connected to {self._where}")
         with keeping_cancels(), translation(f"flushing: {self._where} did not answer"):
             async with asyncio.timeout(self.settings.request_timeout_s):
                 for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
                     await self._client.flush()
+        self.refusals.check_subscriptions()
 
     # -- what nats-py tells -------------------------------------------------------------------------------------------
 
@@ -237,6 +274,10 @@ class Bus:
         self._last_error = str(error) or type(error).__name__
         # Remembered, because the next try may end in a reset before the broker's words are read.
         self._turned_away |= "authorization violation" in self._last_error.lower()
+        if isinstance(error, ssl.SSLError) and _is_about_certificates(error):
+            self._tls_error = self._last_error
+            if "," not in self.settings.url and not self._hopeless.done():
+                self._hopeless.set_result(None)
         violation = _VIOLATION.search(self._last_error.lower())
         if violation is not None:
             self._on_violation(violation[1], violation[2])
@@ -248,16 +289,20 @@ class Bus:
 
     def _on_violation(self, verb: str, subject_lowercase: str) -> None:
         logger.error("%s: the broker's permissions forbid %s to %s", self.name, verb, subject_lowercase)
-        refused = NotPermitted(f"the broker's permissions forbid {verb} to {subject_lowercase}")
         if verb == "publish":
-            self._inbox.fail_asked_on(subject_lowercase, refused)
-        elif subject_lowercase == self._inbox.subject.lower():
-            self._inbox.fail_all(refused)
+            self.refusals.publish_refused(subject_lowercase)
+            self._inbox.fail_asked_on(subject_lowercase, lambda subject: not_permitted(verb, subject))
+            return
+        self.refusals.subscription_refused(subject_lowercase)
+        if subject_lowercase == self._inbox.subject.lower():
+            logger.error("%s: no answers can be heard: this user has another inbox prefix than %s", self.name, self.settings.inbox_prefix)
+            self._inbox.fail_all(not_permitted(verb, self._inbox.subject))
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
             logger.warning("%s: lost the connection to the broker", self.name)
         self._connected.clear()
+        self.refusals.forget()
         self._inbox.fail_all(BrokerUnavailable("the connection was lost before the answer came"))
 
     async def _on_reconnected(self) -> None:
@@ -278,9 +323,34 @@ def encoded_headers_bytes(headers: Mapping[str, str] | None) -> int:
     return 12 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
 
 
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancelled until it is: nats-py's first connection goes on for ever, and a cancel that meets it while it closes a socket is lost."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+    if not task.cancelled():
+        task.exception()  # told already
+
+
+def _is_about_certificates(error: ssl.SSLError) -> bool:
+    """One of the two ends does not accept the other's, and will not the next time either."""
+    return "CERTIFICATE" in (error.reason or "") or "UNKNOWN_CA" in (error.reason or "")
+
+
+class _WithoutRemark(logging.Filter):
+    """nats-py turns a plain connection into one over TLS, and asyncio remarks on that at the end of each. It means nothing."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "eof_received() has no effect when using ssl" not in record.getMessage()
+
+
+_WITHOUT_REMARK = _WithoutRemark()
+
+
 def _tls_context(settings: BrokerSettings) -> ssl.SSLContext | None:
     if settings.tls_ca is None and settings.tls_cert is None:
         return None
+    logging.getLogger("asyncio").addFilter(_WITHOUT_REMARK)  # once, however often
     try:
         context = ssl.create_default_context(cafile=settings.tls_ca)
         if settings.tls_cert is not None:

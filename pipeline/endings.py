@@ -1,6 +1,6 @@
 """How a request that does not finish ends, said once for all roles: failed, cancelled, expired, or handed back for another attempt.
 
-Writes terminals (through `pipeline.terminals`), dead letters, and requests with a higher attempt to `jw.requests.<model>.<class>`.
+Writes terminals (through `pipeline.terminals`), dead letters, and requests with a higher attempt to `jw.requests.again.<class>`.
 """
 
 from ..schemas import subjects
@@ -18,7 +18,7 @@ from ..schemas.errors import (
 from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from .publish import Publisher
-from .submit import cancel_earlier, store_request
+from .submit import cancel_earlier, store_again
 from .terminals import Terminals
 
 MAX_FAILURES = 3
@@ -91,7 +91,7 @@ class Endings:
             await self._give_up(tried, error)
             return
         following = tried.model_copy(update={"attempt": request.attempt + 1, "times": request.times.anew(self._terminals.now_ns())})
-        await store_request(self._publisher, following)
+        await store_again(self._publisher, following)
         await cancel_earlier(self._publisher, following, str(error))
 
     async def _give_up(self, request: InferenceRequest, error: JetwakeError) -> None:

@@ -4,14 +4,13 @@ Reads and writes `$JS.API.*` through a `Bus`. Promises: an `error` field in an a
 waits longer than the bus's request timeout.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from ..schemas.errors import BrokerUnavailable, BusRejected, JetwakeError
+from ..schemas.errors import BusRejected, JetwakeError
 from .connection import Bus
 from .faults import refusal
 from .raw import RawMessage
@@ -40,8 +39,27 @@ def nak(delay_s: float) -> bytes:
     return NAK if delay_s <= 0 else NAK + json.dumps({"delay": round(delay_s * 1e9)}).encode()
 
 
+def api_subject(path: str) -> str:
+    return f"$JS.API.{path}"
+
+
 def pull_subject(stream: str, durable: str) -> str:
-    return f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
+    return api_subject(f"CONSUMER.MSG.NEXT.{stream}.{durable}")
+
+
+def ack_subjects(stream: str, durable: str) -> str:
+    """Where everything is said about what this consumer delivered."""
+    return f"$JS.ACK.{stream}.{durable}.>"
+
+
+def get_subject(stream: str, subject: str = "") -> str:
+    """Direct gets. With a subject: of its newest message alone; without: of any message of the stream, which its payload names."""
+    return api_subject(f"DIRECT.GET.{stream}.{subject}" if subject else f"DIRECT.GET.{stream}")
+
+
+def create_path(stream: str, durable: str, filter_subject: str) -> str:
+    """Of the API, for a durable that takes what the filter matches and nothing else."""
+    return f"CONSUMER.CREATE.{stream}.{durable}.{filter_subject}"
 
 
 def bucket_stream(bucket: str) -> str:
@@ -123,7 +141,7 @@ def refused(error: Json, doing: str) -> JetwakeError:
 async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Json:
     """Ask `$JS.API.<path>`."""
     payload = json.dumps(body).encode() if body is not None else b""
-    answer = parse_json(await bus.request(f"$JS.API.{path}", payload), path)
+    answer = parse_json(await bus.request(api_subject(path), payload), path)
     if "error" in answer:
         raise refused(answer["error"], path)
     return answer
@@ -131,7 +149,7 @@ async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Jso
 
 async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:
     """The newest message on a subject, by direct get; its subject and sequence are in the headers."""
-    answer = await bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")
+    answer = await bus.request(get_subject(stream, subject), b"")
     if is_stored(answer):
         return answer
     if answer.status == _NO_MESSAGE:
@@ -167,7 +185,7 @@ async def stored_page(bus: Bus, stream: str, subjects: str, first_sequence: int,
 
 async def stored_message(bus: Bus, stream: str, sequence: int) -> RawMessage | None:
     """The message with this sequence, by direct get."""
-    answer = await bus.request(f"$JS.API.DIRECT.GET.{stream}", json.dumps({"seq": sequence}).encode())
+    answer = await bus.request(get_subject(stream), json.dumps({"seq": sequence}).encode())
     if is_stored(answer):
         return answer
     if answer.status == _NO_MESSAGE:
@@ -181,25 +199,14 @@ async def last_messages(bus: Bus, stream: str, subjects: str) -> list[RawMessage
 
 
 async def _batch(bus: Bus, stream: str, question: Json, subjects: str) -> list[RawMessage]:
-    inbox = bus.new_inbox()
-    done: asyncio.Future[RawMessage] = asyncio.get_running_loop().create_future()
     found: list[RawMessage] = []
 
-    def collect(message: RawMessage) -> None:
+    def take(message: RawMessage) -> bool:
         if is_stored(message):
             found.append(message)
-        elif not done.done():
-            done.set_result(message)
+        return is_stored(message)
 
-    subscription = await bus.subscribe(inbox, collect)
-    try:
-        async with asyncio.timeout(bus.settings.request_timeout_s):
-            await bus.publish_with_reply(f"$JS.API.DIRECT.GET.{stream}", json.dumps(question).encode(), inbox)
-            end = await done
-    except TimeoutError as error:
-        raise BrokerUnavailable(f"no complete answer for {subjects} in {stream}") from error
-    finally:
-        await subscription.unsubscribe()
+    end = await bus.request_many(get_subject(stream), json.dumps(question).encode(), take)
     if end.status in ("204", _NO_MESSAGE):
         return found
     raise refusal(int(end.status), 10059 if end.status == "503" else 0, end.headers.get("Description", "no stream"), f"reading {subjects}")

@@ -18,7 +18,7 @@ from ..schemas.requests import InferenceRequest, TextRules
 from ..schemas.streams import ANSWERS, REPLIES, RESULTS
 from .clock import timestamp_ns
 from .connection import Bus
-from .jetstream import SUBJECT_HEADER, TIME_HEADER, last_message, last_messages, stored_messages
+from .jetstream import SUBJECT_HEADER, TIME_HEADER, last_message, stored_messages
 from .merge import ReplyMerge
 from .raw import RawMessage
 
@@ -89,12 +89,16 @@ async def _chunks_up_to_fence(bus: Bus, request: InferenceRequest, since_ns: int
     return [chunk for chunk in chunks if chunk.attempt < request.attempt]
 
 
-async def kept_replies(bus: Bus, gateway: str, request_id: str, *, with_chunks: bool) -> list[TokenChunk | AnyTerminal]:
-    """For a reader that missed some, or all: to be fed to its merge, in this order. `with_chunks` False: no more than one checkpoint."""
+async def kept_replies(bus: Bus, gateway: str, request_id: str, attempt: int, *, with_chunks: bool) -> list[TokenChunk | AnyTerminal]:
+    """For a reader that missed some, or all: to be fed to its merge, in this order. `with_chunks` False: no more than one checkpoint.
+
+    `attempt`: the one whose fence stands, else the first. Who may only read what is kept under its own name gets no chunks, which can
+    only be read together with everybody's: the checkpoint is never older than half a second.
+    """
     kept: list[TokenChunk | AnyTerminal] = []
-    if with_chunks:
+    if with_chunks and not bus.settings.name:
         kept += await _replies(bus, subjects.reply(gateway, request_id), 0)
-    checkpoint, _ = await _checkpoint(bus, gateway, request_id)
+    checkpoint, _ = await _checkpoint(bus, gateway, request_id, attempt)
     if checkpoint is not None and checkpoint.tokens:
         kept.append(as_chunk(checkpoint))
     return kept
@@ -107,13 +111,15 @@ async def outcome(bus: Bus, model: str, gateway: str, request_id: str) -> AnyTer
     return found
 
 
-async def find(bus: Bus, request_id: str) -> Found:
+async def find(bus: Bus, request_id: str, name: str = "") -> Found:
     """Where the replies of a request go, by its id alone. Raises UnknownRequest when nothing of it is kept, and BusError.
 
-    Looks for a second: an announcement is stored a moment after the request is accepted.
+    Looks for a second: an announcement is stored a moment after the request is accepted. `name`: whose it is; else anybody's, as far as
+    this user may look.
     """
+    name = name or bus.settings.name or "*"
     for _ in range(FIND_TRIES):
-        if found := await _find(bus, request_id):
+        if found := await _find(bus, request_id, name):
             return found
         await asyncio.sleep(FIND_PAUSE_S)
     raise UnknownRequest(
@@ -122,12 +128,14 @@ async def find(bus: Bus, request_id: str) -> Found:
     )
 
 
-async def _find(bus: Bus, request_id: str) -> Found | None:
-    for message in await _checkpoints(bus, "*", request_id):
+async def _find(bus: Bus, request_id: str, name: str) -> Found | None:
+    message = await _last_checkpoint(bus, subjects.answers_of(name, request_id))
+    if message is not None:
         checkpoint = decode(message.data, Checkpoint)
         gateway = message.headers[SUBJECT_HEADER].split(".")[2]
         return Found(gateway, checkpoint.model, checkpoint.text_rules, checkpoint.deadline_ns)
-    for message in await last_messages(bus, RESULTS.name, subjects.results_of(request_id)):
+    message = await last_message(bus, RESULTS.name, subjects.results_of(request_id, name))
+    if message is not None:
         ending: AnyTerminal | Fence = decode(message.data, _OUTCOME)
         if isinstance(ending, Terminal):
             gateway = message.headers[SUBJECT_HEADER].split(".")[3]
@@ -139,19 +147,17 @@ def as_chunk(checkpoint: Checkpoint) -> TokenChunk:
     return TokenChunk(request_id=checkpoint.request_id, attempt=max(1, checkpoint.attempt), offset=0, tokens=checkpoint.tokens)
 
 
-async def _checkpoint(bus: Bus, gateway: str, request_id: str, attempt: int | None = None) -> tuple[Checkpoint | None, int]:
-    """That of this attempt, else of the latest; and when it was stored."""
-    messages = await _checkpoints(bus, gateway, request_id)
-    by_attempt = {int(subjects.last_token(message.headers[SUBJECT_HEADER])): message for message in messages}
-    message = by_attempt.get(max(by_attempt, default=0) if attempt is None else attempt)
+async def _checkpoint(bus: Bus, gateway: str, request_id: str, attempt: int) -> tuple[Checkpoint | None, int]:
+    """That of this attempt, and when it was stored."""
+    message = await _last_checkpoint(bus, subjects.answer(gateway, request_id, attempt))
     return (None, 0) if message is None else (decode(message.data, Checkpoint), timestamp_ns(message.headers[TIME_HEADER]))
 
 
-async def _checkpoints(bus: Bus, gateway: str, request_id: str) -> list[RawMessage]:
+async def _last_checkpoint(bus: Bus, subject: str) -> RawMessage | None:
     try:
-        return await last_messages(bus, ANSWERS.name, subjects.answers_of(gateway, request_id))
+        return await last_message(bus, ANSWERS.name, subject)
     except StreamMissing:  # a broker that was restarted has lost it, and somebody makes it anew
-        return []
+        return None
 
 
 async def _replies(bus: Bus, subject: str, since_ns: int) -> list[TokenChunk | AnyTerminal]:

@@ -120,7 +120,8 @@ class ReplyStream:
             ending = await self._inbox.outcome(self.model, self.gateway, self.request_id)
             kept: list[TokenChunk | AnyTerminal] = []
             if ending is None or isinstance(ending, Fence):
-                kept = await self._inbox.kept(self, with_chunks=self._from_kept or self._merge.has_gap)
+                attempt = ending.attempt if isinstance(ending, Fence) else 1
+                kept = await self._inbox.kept(self, attempt, with_chunks=self._from_kept or self._merge.has_gap)
             if kept:  # once more: where no fence stands now, nothing kept can be from behind one
                 ending = await self._inbox.outcome(self.model, self.gateway, self.request_id)
         except (BusError, Undecodable) as error:
@@ -136,10 +137,14 @@ class ReplyStream:
 
 
 class ReplyInbox:
-    """One for each gateway name. `start` before the first request is sent."""
+    """One for each gateway name. `start` before the first request is sent.
 
-    def __init__(self, bus: Bus, gateway: str, clock: Clock) -> None:
+    `shared`: several processes read under this name, so each hears only of the requests that it waits for (`open_shared`).
+    """
+
+    def __init__(self, bus: Bus, gateway: str, clock: Clock, *, shared: bool = False) -> None:
         self.gateway = gateway
+        self._shared = shared
         self._bus = bus
         self._clock = clock
         self._streams: dict[str, set[ReplyStream]] = {}
@@ -151,9 +156,10 @@ class ReplyInbox:
 
     async def start(self) -> None:
         """Listening on return: a reply sent from now on is heard."""
-        self._subscription = await self._bus.subscribe(subjects.replies_of(self.gateway), self._receive)
-        self._presence = await self._bus.subscribe(subjects.presence(self.gateway), lambda _: None)  # being there is the answer
-        await self._bus.flush()
+        if not self._shared:
+            self._subscription = await self._bus.subscribe(subjects.replies_of(self.gateway), self._receive)
+            self._presence = await self._bus.subscribe(subjects.presence(self.gateway), lambda _: None)  # being there is the answer
+            await self._bus.flush()
         self._forget_reconnects = self._bus.on_reconnect(self._doubt_all)
 
     async def close(self) -> None:
@@ -173,6 +179,12 @@ class ReplyInbox:
         """To be called before the request is sent. `deadline_ns`: in server time; 0: none."""
         return self._add(ReplyStream(self, self.gateway, request_id, model, wait_s=self._wait_s(deadline_ns)))
 
+    async def open_shared(self, request_id: str, model: str, deadline_ns: int = 0) -> ReplyStream:
+        """As `open`, under a shared name. Raises BusError."""
+        stream = self._add(ReplyStream(self, self.gateway, request_id, model, wait_s=self._wait_s(deadline_ns)))
+        await self._listen(stream, subjects.reply(self.gateway, request_id))
+        return stream
+
     async def resume(
         self, gateway: str, request_id: str, model: str, deadline_ns: int = 0, *, in_place_of_gateway: bool = False
     ) -> ReplyStream:
@@ -181,23 +193,27 @@ class ReplyInbox:
         `in_place_of_gateway`: for as long as this is read, requests of that gateway do not count as unread.
         """
         stream = self._add(ReplyStream(self, gateway, request_id, model, wait_s=self._wait_s(deadline_ns), from_kept=True))
-        if gateway != self.gateway:
-            subscriptions: list[Subscription] = []
-
-            def leave() -> None:
-                for subscription in subscriptions:
-                    self._in_background(subscription.unsubscribe())
-
-            stream.on_close = leave
-            try:
-                subscriptions.append(await self._bus.subscribe(subjects.reply(gateway, request_id), self._receive))
-                if in_place_of_gateway:
-                    subscriptions.append(await self._bus.subscribe(subjects.presence(gateway), lambda _: None))
-                await self._bus.flush()
-            except BusError:
-                stream.close()
-                raise
+        if gateway != self.gateway or self._shared:
+            own = (subjects.reply(gateway, request_id),)
+            await self._listen(stream, *own, *((subjects.presence(gateway),) if in_place_of_gateway else ()))
         return stream
+
+    async def _listen(self, stream: ReplyStream, *wanted: str) -> None:
+        """To these subjects, for as long as this stream is read."""
+        subscriptions: list[Subscription] = []
+
+        def leave() -> None:
+            for subscription in subscriptions:
+                self._in_background(subscription.unsubscribe())
+
+        stream.on_close = leave
+        try:
+            for subject in wanted:
+                subscriptions.append(await self._bus.subscribe(subject, self._receive))  # noqa: PERF401  (what is there when one fails is left)
+            await self._bus.flush()
+        except BusError:
+            stream.close()
+            raise
 
     def _wait_s(self, deadline_ns: int) -> float:
         return (deadline_ns - self._clock.now_ns()) / 1e9 + DEADLINE_GRACE_S if deadline_ns else math.inf
@@ -229,10 +245,10 @@ class ReplyInbox:
         async with self._lookups:
             return await outcome(self._bus, model, gateway, request_id)
 
-    async def kept(self, stream: ReplyStream, *, with_chunks: bool) -> list[TokenChunk | AnyTerminal]:
+    async def kept(self, stream: ReplyStream, attempt: int, *, with_chunks: bool) -> list[TokenChunk | AnyTerminal]:
         """What the broker kept of a stream's replies. Raises BusError."""
         async with self._lookups:
-            return await kept_replies(self._bus, stream.gateway, stream.request_id, with_chunks=with_chunks)
+            return await kept_replies(self._bus, stream.gateway, stream.request_id, attempt, with_chunks=with_chunks)
 
     def _receive(self, message: RawMessage) -> None:
         streams = self._streams.get(message.subject)

@@ -6,6 +6,7 @@ declared sizes meet an operator's wishes, so `ensure_topology` and `drift` speak
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,11 +23,19 @@ class BrokerSettings(BaseModel):
         default="nats://127.0.0.1:4222",
         description="several servers of one cluster have commas between them; a command that is told none takes the broker of the running `jetwake up`",
     )
-    credentials: Path | None = Field(default=None, description="credentials file of a NATS user")
+    credentials: Path | None = Field(default=None, description="credentials file of a NATS user: JWT and seed")
+    nkey_file: Path | None = Field(default=None, description="the seed of a user that the broker's configuration names")
     tls_ca: Path | None = Field(default=None, description="certificate of the authority that signed the server's")
     tls_cert: Path | None = Field(default=None, description="client certificate")
     tls_key: Path | None = Field(default=None, description="key of the client certificate")
     inbox_prefix: str = Field(default="_INBOX", description="one per user, else users can read each other's answers")
+    name: str = Field(
+        default="", pattern=r"^[A-Za-z0-9_-]{0,64}$", description="whose replies this user may read; empty: any name, where none is fixed"
+    )
+    topology: Literal["declare", "restore", "check"] = Field(
+        default="declare",
+        description="what this user may do about streams: make and change them, make those that are missing, or only wait",
+    )
     connect_timeout_s: float = Field(default=10.0, gt=0, description="for the first connection; reconnecting goes on for ever")
     reconnect_wait_s: float = Field(default=0.25, gt=0, description="between two tries to reconnect")
     ping_interval_s: float = Field(default=10.0, gt=0, description="a half-open connection is noticed after two to three of these")

@@ -1,6 +1,6 @@
 """Puts a request on the queue, and orders to end one: the only place that knows how.
 
-Writes `jw.requests.<model>.<class>` and `jw.cancel.<request>`. The message ids make a second try at the same one the same message.
+Writes `jw.requests.<model>.<class>`, `jw.requests.again.<class>` and `jw.cancel.<request>`. The message ids make a second try at the same one the same message.
 """
 
 from ..schemas import subjects
@@ -13,9 +13,18 @@ from .publish import Publisher
 
 async def store_request(publisher: Publisher, request: InferenceRequest) -> None:
     """On return it is accepted. Raises Overloaded when the queue is full, PayloadTooLarge, and BusErrors."""
+    await _store(publisher, request, subjects.requests(request.model, request.priority_class))
+
+
+async def store_again(publisher: Publisher, request: InferenceRequest) -> None:
+    """As `store_request`, for a later attempt by whoever held the one before: a worker may do this, and send no new requests."""
+    await _store(publisher, request, subjects.requests_again(request.priority_class))
+
+
+async def _store(publisher: Publisher, request: InferenceRequest, subject: str) -> None:
     try:
         await publisher.store(
-            subjects.requests(request.model, request.priority_class),
+            subject,
             request,
             message_id=subjects.message_id(request.request_id, "request", request.attempt),
             headers=request_headers(request),

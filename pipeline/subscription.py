@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 class Subscription:
     """Interest in a subject. Leaving it twice, or after the connection closed, does nothing."""
 
-    def __init__(self, subscription: NatsSubscription) -> None:
+    def __init__(self, subscription: NatsSubscription, on_leave: Callable[[], None]) -> None:
         self._subscription = subscription
+        self._on_leave = on_leave
         self._left = False
 
     async def unsubscribe(self) -> None:
@@ -31,6 +32,7 @@ class Subscription:
         if self._left:
             return
         self._left = True
+        self._on_leave()
         with keeping_cancels():
             try:
                 async with asyncio.timeout(timeout_s):

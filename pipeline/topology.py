@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.errors import BusRejected, StreamMissing
-from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, ROUTER_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
+from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
 from .connection import Bus
-from .jetstream import Json, api, bucket_stream, chunk_subject, key_subject, meta_subject, objects_stream
+from .jetstream import Json, api, bucket_stream, chunk_subject, create_path, key_subject, meta_subject, objects_stream
 from .settings import TopologySettings
 
 _NS = 1_000_000_000
@@ -40,7 +40,7 @@ async def ensure_topology(bus: Bus, settings: TopologySettings) -> list[str]:
     done: list[str] = []
     for config in _declared_streams(settings):
         done += await _ensure_stream(bus, config)
-    for spec in ROUTER_CONSUMERS:
+    for spec in SHARED_CONSUMERS:
         difference = await _consumer_difference(bus, spec)
         if difference:
             await ensure_consumer(bus, spec)
@@ -53,15 +53,20 @@ async def restore_missing(bus: Bus, settings: TopologySettings) -> list[str]:
 
     What is there is left as it is: another process may declare it otherwise.
     """
-    there = set(await _stream_names(bus))
-    missing = [config for config in _declared_streams(settings) if config["name"] not in there]
-    for config in missing:
-        await api(bus, f"STREAM.CREATE.{config['name']}", config)
-    names = [config["name"] for config in missing]
-    for spec in ROUTER_CONSUMERS:
+    names = await missing_streams(bus, settings)
+    for config in _declared_streams(settings):
+        if config["name"] in names:
+            await api(bus, f"STREAM.CREATE.{config['name']}", config)
+    for spec in SHARED_CONSUMERS:
         if spec.stream in names:
             await ensure_consumer(bus, spec)
     return [f"stream {name}" for name in names]
+
+
+async def missing_streams(bus: Bus, settings: TopologySettings) -> list[str]:
+    """The names of those that are declared and not there."""
+    there = set(await _stream_names(bus))
+    return [config["name"] for config in _declared_streams(settings) if config["name"] not in there]
 
 
 async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
@@ -71,7 +76,7 @@ async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
         difference = _difference(await _info(bus, f"STREAM.INFO.{config['name']}"), config)
         if difference:
             lines.append(f"stream {config['name']}: {difference}")
-    for spec in ROUTER_CONSUMERS:
+    for spec in SHARED_CONSUMERS:
         difference = await _consumer_difference(bus, spec)
         if difference:
             lines.append(f"consumer {spec.stream}/{spec.durable}: {difference}")
@@ -80,7 +85,7 @@ async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
 
 async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
     """Creates or updates one durable. Raises StreamMissing when its stream is not there."""
-    path = f"CONSUMER.CREATE.{spec.stream}.{spec.durable}.{spec.filter_subject}"
+    path = create_path(spec.stream, spec.durable, spec.filter_subject)
     await api(bus, path, {"stream_name": spec.stream, "config": _consumer_config(spec), "action": ""})
 
 

@@ -1,20 +1,41 @@
 """Keeps the broker in its declared state while a process lives: what a restart, a lost store or an operator took away is declared again.
 
 Reads and writes the JetStream API through `topology`. Promises: after each reconnect, and at most `LOOK_EVERY_S` after anything was
-deleted, the streams, buckets and shared consumers are there. A process whose permissions forbid that leaves it to those that may.
+deleted, the streams, buckets and shared consumers are there. How much of that a process does itself, `BrokerSettings.topology` says:
+one whose user may not declare streams waits for those that may.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
-from ..schemas.errors import BusError, NotPermitted
+from ..schemas.errors import BusError, StreamMissing
+from ..schemas.streams import ConsumerSpec
 from .connection import Bus
 from .settings import TopologySettings
-from .topology import ensure_topology, restore_missing
+from .topology import consumer_count, ensure_topology, missing_streams, restore_missing
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
+
+
+WAIT_S = 60.0
+"""How long a process that may not declare streams waits at its start for somebody who may."""
+SAY_EVERY_S = 10.0
+_PAUSE_S = 0.25
+
+
+def declaring(bus: Bus, spec: ConsumerSpec) -> Callable[[], Awaitable[None]] | None:
+    """For a `Consumer` of one that is shared: what to do when it may be gone. A user that may not make it says so and waits for it."""
+    if bus.settings.topology != "check":
+        return None
+
+    async def look() -> None:
+        if await consumer_count(bus, spec) is None:
+            logger.warning("consumer %s/%s is missing: `jetwake nats declare --model MODEL` makes it", spec.stream, spec.durable)
+
+    return look
 
 
 class TopologyKeeper:
@@ -23,10 +44,16 @@ class TopologyKeeper:
     def __init__(self, bus: Bus, settings: TopologySettings) -> None:
         self._bus = bus
         self._settings = settings
+        self._does = bus.settings.topology
 
     async def start(self) -> None:
-        """Everything is as declared on return. Raises BusError."""
-        await ensure_topology(self._bus, self._settings)
+        """Everything is there on return, and as declared where that is ours to do. Raises BusError."""
+        if self._does == "declare":
+            await ensure_topology(self._bus, self._settings)
+        elif self._does == "restore":
+            await restore_missing(self._bus, self._settings)
+        else:
+            await self._wait_until_declared()
         self._bus.on_reconnect(self._restore)
 
     async def run(self) -> None:
@@ -40,10 +67,19 @@ class TopologyKeeper:
                 logger.warning("cannot look whether all streams are there: %s", error)
 
     async def _restore(self) -> None:
-        try:
-            restored = await restore_missing(self._bus, self._settings)
-        except NotPermitted:
-            logger.debug("streams are not ours to declare")
+        if self._does == "check":
             return
-        for line in restored:
+        for line in await restore_missing(self._bus, self._settings):
             logger.warning("%s was missing and is declared again", line)
+
+    async def _wait_until_declared(self) -> None:
+        clock = asyncio.get_running_loop().time
+        give_up_s, say_s = clock() + WAIT_S, clock() + 1.0
+        while missing := await missing_streams(self._bus, self._settings):
+            text = f"streams are missing: {', '.join(missing)}; `jetwake nats declare` makes them, and this user may not"
+            if clock() >= give_up_s:
+                raise StreamMissing(text)
+            if clock() >= say_s:
+                say_s = clock() + SAY_EVERY_S
+                logger.warning("waiting, because %s", text)
+            await asyncio.sleep(_PAUSE_S)

@@ -87,12 +87,12 @@ class Client:
     @classmethod
     @asynccontextmanager
     async def connect(cls, broker: BrokerSettings | str | None = None, name: str | None = None) -> "AsyncGenerator[Client]":
-        """`broker`: a URL or full settings. `name`: whose replies these are; two clients must not share one.
+        """`broker`: a URL or full settings. `name`: whose replies these are; two clients must not share one. Else that of the settings.
 
         Raises BrokerUnavailable, StreamMissing (nothing ever ran here: start `jetwake up`).
         """
         settings = BrokerSettings(url=broker) if isinstance(broker, str) else broker or BrokerSettings()
-        name = name or f"client-{secrets.token_hex(6)}"
+        name = name or settings.name or f"client-{secrets.token_hex(6)}"
         async with Bus.connect(settings, name=name) as bus:
             client = cls(bus, name)
             await client._clock.sync()

@@ -22,7 +22,7 @@ from ..pipeline.registry import Registry
 from ..schemas import subjects
 from ..schemas.blocks import block_hashes, pack_hashes, root_hash, unpack_hashes
 from ..schemas.codec import decode
-from ..schemas.errors import JetwakeError, NoWorker, Overloaded, RequestEnded, StreamFull, Undecodable, UnknownModel
+from ..schemas.errors import InvalidRequest, JetwakeError, NoWorker, Overloaded, RequestEnded, StreamFull, Undecodable, UnknownModel
 from ..schemas.headers import request_headers
 from ..schemas.prefill import PrefillJob
 from ..schemas.requests import InferenceRequest
@@ -131,6 +131,8 @@ class Router:
         if not is_batch:
             self._interactive_s = time.monotonic()
         try:
+            if request.attempt == 1 and subjects.is_again(delivery.subject):
+                raise InvalidRequest("a request that is handed back must be a later attempt: whoever holds no request may not send one so")
             self._in_flight.check(request, "routing")
             card = await self._model_card(request.model)
             admit(request, card)

@@ -1,4 +1,4 @@
-"""Read by whichever gateway goes on with a streamed response that another one began, from `jw.openai-bodies.<request>`."""
+"""Read by whichever gateway goes on with a streamed response that another one began, from `jw.openai-bodies.<gateway>.<request>`."""
 
 from typing import Literal
 

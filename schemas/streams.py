@@ -100,7 +100,7 @@ OPENAI_RESULTS = StreamSpec(
     max_bytes=1 << 30, max_age_s=86_400, duplicate_window_s=86_400, allow_direct=True,
 )  # fmt: skip
 OPENAI_BODIES = StreamSpec(
-    "JW_OPENAI_BODIES", ("jw.openai-bodies.*", "jw.openai-readers.*"), "limits", "memory", "old",
+    "JW_OPENAI_BODIES", ("jw.openai-bodies.*.*", "jw.openai-readers.*"), "limits", "memory", "old",
     max_bytes=128 << 20, max_age_s=1800, max_messages_per_subject=1, allow_direct=True, no_ack=True,
 )  # fmt: skip
 EVENTS = StreamSpec(
@@ -144,9 +144,6 @@ def router_consumer(priority_class: str) -> ConsumerSpec:
     return ConsumerSpec(REQUESTS.name, f"router-{priority_class}", f"jw.requests.*.{priority_class}")
 
 
-ROUTER_CONSUMERS = (router_consumer("interactive"), router_consumer("batch"))
-
-
 def prefill_consumer(lane: str) -> ConsumerSpec:
     """One durable for each incarnation of a worker."""
     return ConsumerSpec(PREFILL.name, lane, f"jw.prefill.{lane}", inactive_threshold_s=300)
@@ -172,6 +169,11 @@ JOBS_CONSUMER = ConsumerSpec(OPENAI_JOBS.name, "openai-jobs", "jw.openai.jobs.>"
 def jobs_consumer_of(token: str) -> ConsumerSpec:
     """Shared by the gateways of one model, for the jobs that others passed on."""
     return ConsumerSpec(OPENAI_JOBS.name, f"openai-jobs-of-{token}", f"jw.openai.jobs-of.{token}.>")
+
+
+ROUTER_CONSUMERS = (router_consumer("interactive"), router_consumer("batch"))
+SHARED_CONSUMERS = (*ROUTER_CONSUMERS, JOBS_CONSUMER)
+"""Those that are there before anybody fetches from them."""
 
 
 def batch_consumer(model_token: str) -> ConsumerSpec:

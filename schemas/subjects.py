@@ -4,8 +4,8 @@ import hashlib
 import re
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
-_PLAIN = re.compile(r"(?!.*-[0-9a-f]{8}\Z)[A-Za-z0-9_-]{1,80}\Z")
-"""Names that are their own token. Those that end like a digest are not, or they could meet the token of another name."""
+_PLAIN = re.compile(r"(?!.*-[0-9a-f]{8}\Z)(?!again\Z)[A-Za-z0-9_-]{1,80}\Z")
+"""Names that are their own token. Those that end like a digest are not, or they could meet the token of another name; nor is `again`."""
 
 _RESULT_TOKEN = re.compile(r"[A-Za-z0-9_=-]+")
 
@@ -27,6 +27,15 @@ def model_token(model: str) -> str:
 
 def requests(model: str, priority_class: str) -> str:
     return f"jw.requests.{model_token(model)}.{priority_class}"
+
+
+def requests_again(priority_class: str) -> str:
+    """For whoever held a request and hands it on as its next attempt: no model has this token, and workers may publish nowhere else."""
+    return f"jw.requests.again.{priority_class}"
+
+
+def is_again(subject: str) -> bool:
+    return subject.startswith("jw.requests.again.")
 
 
 def prefill(lane: str) -> str:
@@ -59,6 +68,16 @@ def answer(gateway: str, request_id: str, attempt: int) -> str:
     return f"jw.answers.{gateway}.{request_id}.{attempt}"
 
 
+def answers_in(gateway: str) -> str:
+    """All that is kept for one name."""
+    return f"jw.answers.{gateway}.>"
+
+
+def announcements_of(gateway: str) -> str:
+    """Said by whoever sent a request, and not by who answers it."""
+    return f"jw.answers.{gateway}.*.0"
+
+
 def claim(request_id: str, attempt: int) -> str:
     return f"jw.claims.{request_id}.{attempt}"
 
@@ -72,8 +91,9 @@ def result(model: str, gateway: str, request_id: str) -> str:
     return f"jw.results.{model_token(model)}.{gateway}.{request_id}"
 
 
-def results_of(request_id: str) -> str:
-    return f"jw.results.*.*.{request_id}"
+def results_of(request_id: str, gateway: str = "*") -> str:
+    """`gateway` `*`: whoever waits for it. `request_id` may be `*`."""
+    return f"jw.results.*.{gateway}.{request_id}"
 
 
 def cancel(request_id: str) -> str:
@@ -154,8 +174,15 @@ JOB_MESSAGE_ID_HEADER = "Jw-Job-Message-Id"
 CONTENT_TYPE_HEADER = "Content-Type"
 JOBS = "jobs"
 """In place of a gateway's name: whoever holds the job reads the replies."""
+BATCHES = "batches"
+"""The same for the lines of batches: whoever runs the batch reads the replies."""
 RESULTS_OUT = "jw.results-out."
 """Subjects that begin so are kept for a day; those that applications choose for results of jobs."""
+
+
+def results_out(tenant: str) -> str:
+    """Of one application that the broker knows by this name."""
+    return f"{RESULTS_OUT}{tenant}.>"
 
 
 def openai(endpoint: str) -> str:
@@ -170,6 +197,11 @@ def openai_of(model: str, endpoint: str) -> str:
 
 def openai_group_of(model: str) -> str:
     return f"openai-of-{model_token(model)}"
+
+
+OPENAI_OF_ALL = "jw.openai-of.>"
+"""What gateways pass on to each other."""
+OPENAI_JOBS_OF_ALL = "jw.openai.jobs-of.>"
 
 
 def openai_job(endpoint: str) -> str:
@@ -191,9 +223,9 @@ def openai_accepted(request_id: str) -> str:
     return f"jw.openai.accepted.{request_id}"
 
 
-def openai_body(request_id: str) -> str:
-    """What a streamed response was asked with, for the gateway that goes on with it."""
-    return f"jw.openai-bodies.{request_id}"
+def openai_body(gateway: str, request_id: str) -> str:
+    """What a streamed response was asked with, for the gateway that goes on with it. `gateway`, where it began, may be `*`."""
+    return f"jw.openai-bodies.{gateway}.{request_id}"
 
 
 def openai_reader(request_id: str) -> str:
@@ -229,6 +261,13 @@ def result_subject_problem(subject: str) -> str:
         return "inboxes and other subjects that begin with _ are not allowed: they end with a connection, and a job does not"
     if tokens[0].lower() == "jw" and not (subject.startswith(RESULTS_OUT) and len(tokens) > 2):
         return f"of the subjects under jw. only those under {RESULTS_OUT} are for results"
+    return ""
+
+
+def reply_subject_problem(subject: str) -> str:
+    """Why an application's question cannot be answered there; empty when it can. Whoever answers may publish where the asker may not."""
+    if subject.startswith("$") or subject.lower().startswith("jw."):
+        return "answers go to inboxes, and not to subjects that begin with jw. or $"
     return ""
 
 

@@ -12,7 +12,7 @@ import psutil
 from ...pipeline.settings import BrokerSettings
 from ...schemas.errors import JetwakeError
 from ..app import first_of
-from ..local import LocalSystem, children_of, local_system, wait_until_served
+from ..local import URL_VARIABLE, LocalSystem, children_of, local_system, wait_until_served
 from ..nats_server import NatsServer
 from ..supervisor import Child, Supervisor
 from .links import Link
@@ -79,12 +79,7 @@ def children(system: LocalSystem, routers: int, links: dict[str, Link], logs: Pa
         )
         for name in (f"router-{number}" for number in range(1, routers + 1))
     ]
-    return [replace(child, arguments=with_url(child.arguments, links[child.name].url)) for child in [*named, *workers]]
-
-
-def with_url(arguments: Sequence[str], url: str) -> list[str]:
-    """The one empty word of a command line is its broker's address, which was not known yet."""
-    return [word or url for word in arguments]
+    return [replace(child, environment={URL_VARIABLE: links[child.name].url}) for child in [*named, *workers]]
 
 
 @asynccontextmanager

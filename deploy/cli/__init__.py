@@ -20,6 +20,7 @@ from . import (
     local,
     look,
     model,
+    nats,
     profile,
     replay,
     requests,
@@ -38,6 +39,7 @@ app.add_typer(model.app, name="model", no_args_is_help=True, help="Models on thi
 app.add_typer(config.app, name="config", no_args_is_help=True, help="Settings: what counts, and why.")
 app.add_typer(keys.app, name="keys", no_args_is_help=True, help="Who may use the gateways, and how much.")
 app.add_typer(batch.app, name="batch", no_args_is_help=True, help="Files of requests in, files of results out.")
+app.add_typer(nats.app, name="nats", no_args_is_help=True, help="A broker of your own: users, certificates, configuration, streams.")
 app.add_typer(dead.app, name="dead", no_args_is_help=True, help="What could not be processed.")
 app.add_typer(trace.app, name="trace", no_args_is_help=True, help="Workloads as files.")
 app.add_typer(bench.app, name="bench", no_args_is_help=True, help="Measure this installation.")

@@ -68,15 +68,27 @@ class Broker:
 
     config: Config = None
     nats_url: Annotated[str | None, _option("url", "An existing NATS server or cluster. Else: that of the running `jetwake up`.")] = None
-    nats_credentials: Annotated[Path | None, _option("credentials", "Credentials file.")] = None
+    nats_credentials: Annotated[Path | None, _option("credentials", "Credentials file: a user's JWT and seed.")] = None
+    nats_nkey_file: Annotated[Path | None, _option("nkey-file", "File with a user's seed, as `jetwake nats permissions` writes them.")] = (
+        None
+    )
+    nats_inbox_prefix: Annotated[str | None, _option("inbox-prefix", "Where this user may hear answers.")] = None
+    nats_name: Annotated[str | None, _option("name", "Whose replies this user may read. Else: any name.")] = None
+    nats_topology: Annotated[
+        str | None,
+        _option("topology", "What this user may do about streams: declare (all of it), restore (make what is missing) or check (wait)."),
+    ] = None
     nats_tls_ca: Annotated[Path | None, _option("tls-ca", "CA certificate of the server.")] = None
     nats_tls_cert: Annotated[Path | None, _option("tls-cert", "Client certificate.")] = None
     nats_tls_key: Annotated[Path | None, _option("tls-key", "Key of the client certificate.")] = None
 
     def settings(self) -> "BrokerSettings":
-        """Raises BrokerUnavailable when none is named and no local system runs."""
+        """Raises BrokerUnavailable when none is named and no local system runs, and SetupError."""
+        from pydantic import ValidationError
+
         from ...pipeline.settings import BrokerSettings
-        from ...schemas.errors import BrokerUnavailable
+        from ...schemas.codec import first_complaint
+        from ...schemas.errors import BrokerUnavailable, SetupError
         from ..local import running_url
 
         url = self.nats_url or running_url()
@@ -84,7 +96,10 @@ class Broker:
             raise BrokerUnavailable("no broker: start `jetwake up` in another terminal, or name one with --nats-url")
         given = {field.name.removeprefix("nats_"): getattr(self, field.name) for field in fields(self) if field.name.startswith("nats_")}
         said = configured("nats") | {key: value for key, value in given.items() if value is not None} | {"url": url}
-        return BrokerSettings.model_validate(said)
+        try:
+            return BrokerSettings.model_validate(said)
+        except ValidationError as error:
+            raise SetupError(f"setting of the broker: {first_complaint(error)}") from error
 
 
 def takes(name: str, options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

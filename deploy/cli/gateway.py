@@ -65,7 +65,7 @@ def gateway(
             configured("gateway"),
             "",
             [],
-            name=name or f"gateway-{secrets.token_hex(6)}",
+            name=name or broker.settings().name or f"gateway-{secrets.token_hex(6)}",
             host=host,
             port=port,
             admin_host=admin_host,

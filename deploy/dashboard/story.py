@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...pipeline.connection import Bus
-from ...pipeline.jetstream import last_messages
+from ...pipeline.jetstream import last_message
 from ...schemas import subjects
 from ...schemas.codec import decode, encode
 from ...schemas.errors import BrokerUnavailable, StreamMissing, UnknownRequest
@@ -168,12 +168,12 @@ async def read_story(bus: Bus, request_id: str) -> Story:
     if _ID.fullmatch(request_id) is None:  # a wildcard would find somebody's
         raise unknown
     attempt = 1
-    for message in await last_messages(bus, RESULTS.name, subjects.results_of(request_id)):
+    if message := await last_message(bus, RESULTS.name, subjects.results_of(request_id)):
         outcome: Terminal | Fence = decode(message.data, _OUTCOME)
         if isinstance(outcome, Terminal):
             return of_terminal(outcome, await routing_of(bus, request_id))
         attempt = outcome.attempt
-    for message in await last_messages(bus, ANSWERS.name, subjects.answers_of("*", request_id)):
+    if message := await last_message(bus, ANSWERS.name, subjects.answers_of("*", request_id)):
         checkpoint = decode(message.data, Checkpoint)
         routing = await routing_of(bus, request_id)
         return Story(id=request_id, outcome="running", model=checkpoint.model, attempt=max(attempt, checkpoint.attempt), routing=routing)

@@ -16,6 +16,7 @@ from ...pipeline.clock import ServerClock
 from ...pipeline.connection import Bus
 from ...pipeline.consume import Consumer, Delivery
 from ...pipeline.publish import Publisher
+from ...pipeline.topology_keeper import declaring
 from ...schemas.batches import ENDED, BatchJob, BatchRecord
 from ...schemas.errors import JetwakeError
 from ...schemas.streams import batch_consumer
@@ -80,10 +81,11 @@ class BatchRunner:
         self._window = Window(settings.lines_at_once)
         self._others = others
         self._running = 0
+        spec = batch_consumer(model_token(model))
         self._consumer: Consumer[BatchJob] = Consumer(
             bus,
             publisher,
-            batch_consumer(model_token(model)),
+            spec,
             BatchJob,
             self._handle,
             lambda: settings.batches_at_once - self._running,
@@ -92,6 +94,7 @@ class BatchRunner:
             worker=name,
             max_deliveries=MAX_DELIVERIES,
             clock=clock,
+            declare=declaring(bus, spec),
         )
 
     async def run(self) -> None:

@@ -52,7 +52,7 @@ class LineAsking:
             priority_class="batch",
             tenant=record.owner,
             admitted=True,
-            job=Job(record.batch_id, record.expires_ns, self._requests.of(sending)),
+            job=Job(self._requests.name, record.expires_ns, self._requests.of(sending)),
         )
         answered = await self._call(self._source.body(line), exchange)
         if answered is None:
@@ -110,12 +110,14 @@ def _result(batch_id: str, line: Line, request_id: str, status: int, body: bytes
 AskingFor = Callable[[BatchRecord, LineFile], AbstractAsyncContextManager[LineAsking]]
 
 
-def asking_for(app: App, bus: Bus, publisher: Publisher, clock: Clock, model: str, headers: Headers) -> AskingFor:
-    """How lines of a batch are asked for. `headers` go with each."""
+def asking_for(
+    app: App, bus: Bus, publisher: Publisher, clock: Clock, model: str, headers: Headers, name: str = subjects.BATCHES
+) -> AskingFor:
+    """How lines of a batch are asked for. `headers` go with each. `name`: whose the replies are."""
 
     @asynccontextmanager
     async def ask_for(record: BatchRecord, source: LineFile) -> AsyncGenerator[LineAsking]:
-        inbox = ReplyInbox(bus, record.batch_id, clock)
+        inbox = ReplyInbox(bus, name, clock, shared=True)
         await inbox.start()
         try:
             yield LineAsking(app, BatchRequests(bus, publisher, inbox), record, model, source, headers)

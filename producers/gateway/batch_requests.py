@@ -1,6 +1,6 @@
-"""The requests of a batch's lines, sent so that whoever runs the batch later finds them: the same ids, and replies under the batch's name.
+"""The requests of a batch's lines, sent so that whoever runs the batch later finds them: the same ids, and replies under one name.
 
-Writes `jw.requests.<model>.batch` and `jw.cancel.<request>`; reads `jw.replies.<batch>.*` and what is kept of it. Promises: a request that
+Writes `jw.requests.<model>.batch` and `jw.cancel.<request>`; reads `jw.replies.batches.*` and what is kept of it. Promises: a request that
 was surely accepted before is only read on; one of which that is not known is sent as a later attempt, which fences the earlier one.
 """
 
@@ -52,12 +52,17 @@ class Sending:
 
 
 class BatchRequests:
-    """`inbox` is that of the batch."""
+    """`inbox` is one that is shared."""
 
     def __init__(self, bus: Bus, publisher: Publisher, inbox: ReplyInbox) -> None:
         self._bus = bus
         self._publisher = publisher
         self._inbox = inbox
+
+    @property
+    def name(self) -> str:
+        """Whose the replies are."""
+        return self._inbox.gateway
 
     def of(self, sending: Sending) -> Callable[[InferenceRequest], Awaitable[Replies]]:
         """How the requests of one line are sent. Raises Overloaded and BusErrors."""
@@ -81,7 +86,7 @@ class BatchRequests:
             await cancel_request(self._publisher, one, "its batch was cancelled, or its time is over")
 
     async def _first(self, request: InferenceRequest, sending: Sending) -> ReplyStream:
-        replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
+        replies = await self._inbox.open_shared(request.request_id, request.model, request.deadline_ns)
         try:
             sending.unsure = True
             await store_request(self._publisher, request)
@@ -114,7 +119,7 @@ class BatchRequests:
     async def _is_known(self, request_id: str) -> bool:
         """Whether it was announced, which it is when it was accepted."""
         try:
-            await find(self._bus, request_id)
+            await find(self._bus, request_id, self._inbox.gateway)
         except UnknownRequest:
             return False
         return True

@@ -19,8 +19,9 @@ from ...pipeline.jetstream import SUBJECT_HEADER, TIME_HEADER, last_message
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox
 from ...pipeline.terminals import Terminals
+from ...pipeline.topology_keeper import declaring
 from ...schemas import subjects
-from ...schemas.errors import BusError, DeadlineExceeded, InvalidRequest, JetwakeError, PayloadTooLarge, RequestFailed
+from ...schemas.errors import BusError, DeadlineExceeded, InvalidRequest, JetwakeError, NotPermitted, PayloadTooLarge, RequestFailed
 from ...schemas.replies import DeadLetter
 from ...schemas.streams import CANCEL, JOBS_CONSUMER, OPENAI_RESULTS, ConsumerSpec, jobs_consumer_of
 from .exchange import Exchange
@@ -106,6 +107,7 @@ class Jobs:
             worker=self._settings.name,
             max_deliveries=MAX_DELIVERIES,
             clock=self._clock,
+            declare=declaring(self._bus, spec),
         )
 
     # ---------------------------------------------------------------------------------------------------------- one job
@@ -214,8 +216,11 @@ class Jobs:
         if job.result_subject.startswith(subjects.RESULTS_OUT):
             await self._publisher.store_bytes(job.result_subject, result.body, message_id=message_id, headers=result.headers)
         else:
-            await self._bus.publish(job.result_subject, result.body, {**result.headers, subjects.MESSAGE_ID_HEADER: message_id})
-            await self._bus.flush()
+            headers = {**result.headers, subjects.MESSAGE_ID_HEADER: message_id}
+            try:
+                await self._bus.publish_permitted(job.result_subject, result.body, headers)
+            except NotPermitted as error:  # for the operator to mend; the copy that is kept has it
+                logger.error("the result of %s is kept and was not sent to the subject that its job names: %s", job.id, error)
 
     # ------------------------------------------------------------------------------------------------------------ cancels
 

@@ -1,6 +1,6 @@
 """What lets any gateway go on with a streamed response: what it was asked with, and who reads it now.
 
-Writes and reads `jw.openai-bodies.<request>` and `jw.openai-readers.<request>`, and reads the replies of other gateways. All of it is
+Writes and reads `jw.openai-bodies.<gateway>.<request>` and `jw.openai-readers.<request>`, and reads the replies of other gateways. All of it is
 memory that is kept for minutes. Promises: of a request that one reader left, and another took up before the grace was over, the one
 that was left does not end it.
 """
@@ -50,16 +50,17 @@ class KeptStreams:
             rendering=self.rendering,
         )
         try:
-            await self._publisher.send(subjects.openai_body(request.request_id), record)
+            await self._publisher.send(subjects.openai_body(request.gateway, request.request_id), record)
         except BusError as error:
             logger.warning("the stream of %s cannot be resumed: %s", request.request_id, error)
 
     async def find(self, request_id: str) -> StreamedRequest:
-        """Raises UnknownRequest, BusError."""
+        """Of any gateway whose replies this one may read. Raises UnknownRequest, BusError."""
+        subject = subjects.openai_body(self._bus.settings.name or "*", request_id)
         for left in reversed(range(FIND_TRIES)):
             message = None
             try:
-                message = await last_message(self._bus, OPENAI_BODIES.name, subjects.openai_body(request_id))
+                message = await last_message(self._bus, OPENAI_BODIES.name, subject)
             except StreamMissing:  # a broker that was restarted has lost it, and somebody makes it anew
                 pass
             except BrokerUnavailable:  # the grace may be over before this client asks again

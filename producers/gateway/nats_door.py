@@ -87,6 +87,9 @@ class NatsDoor:
         if not message.reply:
             logger.info("a request on %s names no reply subject, so nobody can hear an answer: left alone", message.subject)
             return
+        if problem := subjects.reply_subject_problem(message.reply):
+            logger.warning("a request on %s is left alone: %s; it named %s", message.subject, problem, message.reply)
+            return
         task = asyncio.create_task(self._answer(message, endpoint, passed_on))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
