@@ -47,7 +47,7 @@ export class Chart {
       {
         width: this.body.clientWidth,
         height: HEIGHT,
-        padding: [8, 18, 0, 0],
+        padding: [8, 28, 0, 0],
         legend: { show: false },
         cursor: { y: false, sync: { key: "time" }, points: { size: 6 }, drag: { x: false, y: false } },
         scales: { x: { time: true }, y: { range: (_, __, high) => [0, this.most ?? (high > 0 ? high * 1.15 : 1)] } },
