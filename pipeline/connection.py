@@ -260,8 +260,7 @@ class Bus:
             raise BrokerUnavailable(f"not connected to {self._where}")
         with keeping_cancels(), translation(f"flushing: {self._where} did not answer"):
             async with asyncio.timeout(self.settings.request_timeout_s):
-                for _ in range(2):  # nats-py writes the first ping ahead of its own buffer
-                    await self._client.flush()
+                await self._client.flush()
         self.refusals.check_subscriptions()
 
     # -- what nats-py tells -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from jetwake.deploy.chaos.links import Link
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage, encoded_headers_bytes
+from jetwake.pipeline.hearing_client import HearingClient
 from jetwake.pipeline.jetstream import delivery_facts, nak
 from jetwake.pipeline.settings import BrokerSettings
 from jetwake.schemas.errors import BrokerUnavailable, BusRejected, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
@@ -234,3 +235,30 @@ async def test_a_cancel_that_comes_together_with_the_answer_is_not_lost(bus: Bus
     pongs[0].add_done_callback(lambda _: waiting.cancel())
     await asyncio.wait([waiting])
     assert waiting.cancelled()
+
+
+async def test_the_answer_to_a_ping_speaks_of_all_that_was_sent_before() -> None:
+    """A server that writes down what it reads: an order to leave a subject must not be overtaken by the ping that asks whether it was read."""
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"s","version":"2.15.0","max_payload":1048576,"headers":true,"jetstream":true}\r\n')
+        while line := await reader.readline():
+            heard.append(line.split()[0])
+            if heard[-1] == b"PING":
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = HearingClient()
+    await client.connect(f"nats://127.0.0.1:{port}")
+    try:
+        subscription = await client.subscribe("a.subject")
+        await client.flush()
+        heard.clear()
+        await subscription.drain()
+        assert heard == [b"UNSUB", b"PING"]
+    finally:
+        await client.close()
+        server.close()
