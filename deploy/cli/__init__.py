@@ -1,6 +1,7 @@
 """The `jetwake` command: one module for each group of commands, joined here. Every module has a typer `app`."""
 
 import os
+from typing import Annotated
 
 import typer
 
@@ -43,6 +44,21 @@ app.add_typer(nats.app, name="nats", no_args_is_help=True, help="A broker of you
 app.add_typer(dead.app, name="dead", no_args_is_help=True, help="What could not be processed.")
 app.add_typer(trace.app, name="trace", no_args_is_help=True, help="Workloads as files.")
 app.add_typer(bench.app, name="bench", no_args_is_help=True, help="Measure this installation.")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"jetwake {version('jetwake')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show the version and exit.")] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
