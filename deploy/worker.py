@@ -18,6 +18,7 @@ from ..consumers.engine import Engine, EngineInfo
 from ..consumers.handoff_queues import HandoffQueues
 from ..consumers.kv_event_publisher import KvEventPublisher
 from ..consumers.leases import HeldHandoffs
+from ..consumers.link_probe import LinkProbes
 from ..consumers.peers import Peers
 from ..consumers.prefill import PrefillConsumer, PrefillLimits
 from ..consumers.workload import LoadReporter, Workload
@@ -134,12 +135,15 @@ class Worker:
         heard = DrainHeard(name=card.worker, role=card.role, incarnation=card.incarnation)
         desk = DrainDesk(pipe.bus, pipe.publisher, heard, stopping)
         await desk.listen()
+        probes = LinkProbes(pipe.bus, card, lambda: sum(work.in_hand for work in self._works))
+        await probes.listen()
         loops: list[Loop] = [
             *pipe.loops(),
             catalogue.keep(self._info.model),
             self._keeper.run(),
             self._load.run(),
             desk.run(),
+            probes.run(),
             *(self._letting_go(loop) for loop in (self._events.run(), self._peers.run(), self._held.run())),
             *(self._letting_go(loop) for loop in (self._ping_engine(), self._watch_engine())),
             *(consumer.run() for consumer in self._consumers),

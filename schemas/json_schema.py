@@ -17,6 +17,7 @@ from .drain import Drained, DrainHeard, DrainOrder
 from .events import RequestEnded
 from .keys import ApiKey
 from .kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
+from .link_probe import LinkProbe, LinkProbed
 from .prefill import PrefillJob, ReleaseKv
 from .replies import Cancelled, CancelRequest, Checkpoint, DeadLetter, Expired, Failed, Fence, Finished, TokenChunk
 from .requests import InferenceRequest
@@ -54,6 +55,8 @@ MESSAGES: tuple[type[Message], ...] = (
     DrainOrder,
     DrainHeard,
     Drained,
+    LinkProbe,
+    LinkProbed,
     ApiKey,
     BatchJob,
     BatchRecord,

@@ -150,6 +150,11 @@ def drained(name: str) -> str:
     return f"jw.drained.{name}"
 
 
+def probe(worker: str) -> str:
+    """Asks a worker to take its part in measuring a link."""
+    return f"jw.probe.{worker}"
+
+
 def release(lane: str) -> str:
     return f"jw.release.{lane}"
 

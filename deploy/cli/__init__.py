@@ -21,7 +21,11 @@ from . import (
     local,
     look,
     model,
+<<<<<<< HEAD
     nats,
+=======
+    probe,
+>>>>>>> fd87121 (jetwake probe: the links between workers, by real transfers, and a replay that goes by them)
     profile,
     replay,
     requests,
@@ -34,7 +38,7 @@ from . import (
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Queue-first, disaggregated LLM inference."
 )
-for group in (local, gateway, roles, requests, look, attach, drain, doctor, health, schemas, chaos, replay, size, profile):
+for group in (local, gateway, roles, requests, look, attach, drain, doctor, probe, health, schemas, chaos, replay, size, profile):
     app.add_typer(group.app)
 app.add_typer(model.app, name="model", no_args_is_help=True, help="Models on this machine.")
 app.add_typer(config.app, name="config", no_args_is_help=True, help="Settings: what counts, and why.")

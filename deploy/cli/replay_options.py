@@ -35,21 +35,32 @@ class ReplayOptions(TextFiles):
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that an engine computes in one step.")] = 8192
     event_lag_ms: Annotated[float, typer.Option(min=0.0, help="How late KV events and load reports reach the router.")] = 0.0
     knob: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of kv_aware: `--knob temperature_s=0.1`. Repeatable.")] = None
+    links: Annotated[Path | None, typer.Option(metavar="FILE", help="Links as `jetwake probe --save` measured them; flags below win.")] = (
+        None
+    )
     link_gbytes_per_s: Annotated[float, typer.Option(min=0.0, help="Link of each topology domain. 0: as the profile, else unlimited.")] = (
         0.0
     )
     between_gbytes_per_s: Annotated[float, typer.Option(min=0.0, help="Link between topology domains. 0: the same.")] = 0.0
     link_latency_ms: Annotated[float | None, typer.Option(min=0.0, help="Of each transfer.")] = None
     kv_bytes_per_token: Annotated[int, typer.Option(min=0, help="What a token weighs on a link. 0: as the profile, else 131072.")] = 0
-    domains: Annotated[int, typer.Option(min=1, help="Topology domains, to which workers are dealt in turn.")] = 1
+    domains: Annotated[int, typer.Option(min=0, help="Topology domains, to which workers are dealt in turn. 0: as --links, else 1.")] = 0
     limit: Annotated[int, typer.Option(min=0, help="Only the first so many requests. 0: all.")] = 0
     speedup: Annotated[float, typer.Option(help="Requests come so many times as fast.")] = 1.0
     seed: Annotated[int, typer.Option(help="Of the policy. The same seed gives the same figures.")] = 0
 
     def grid(self, **own: Any) -> "GridOptions":
         from ..capacity.grid import GridOptions, LinkOptions
+        from ..capacity.link_model import read_link_model
 
-        link = LinkOptions(self.link_gbytes_per_s, self.between_gbytes_per_s, self.link_latency_ms, self.kv_bytes_per_token, self.domains)
+        measured = read_link_model(self.links).options() if self.links is not None else LinkOptions()
+        link = LinkOptions(
+            self.link_gbytes_per_s or measured.gbytes_per_s,
+            self.between_gbytes_per_s or measured.between_gbytes_per_s,
+            measured.latency_ms if self.link_latency_ms is None else self.link_latency_ms,
+            self.kv_bytes_per_token,
+            self.domains or measured.domains,
+        )
         return GridOptions(
             profile=self.profile,
             blocks=self.blocks,

@@ -7,6 +7,7 @@ from jetwake.schemas.drain import Drained, DrainHeard, DrainOrder
 from jetwake.schemas.json_schema import type_tag
 from jetwake.schemas.keys import ApiKey
 from jetwake.schemas.kv_events import KvChange, KvEvents, KvSnapshotChunk, KvSnapshotWanted
+from jetwake.schemas.link_probe import LinkProbe, LinkProbed, SizePulled
 from jetwake.schemas.prefill import PrefillJob, ReleaseKv
 from jetwake.schemas.replies import (
     Cancelled,
@@ -282,6 +283,17 @@ EXAMPLES: tuple[Message, ...] = (
     DrainOrder(reason="new version"),
     DrainHeard(name="p-1", role="prefill", incarnation="i-1"),
     Drained(name="p-1", incarnation="i-1", in_time=False, moved_requests=3, took_s=2.5),
+    LinkProbe(step="pull", probe="p1", pattern=7, force=True, host="10.0.0.1", port=5001, engine_id="probe-1"),
+    LinkProbed(
+        worker="d-1",
+        refused="busy",
+        broken="no handshake",
+        host="10.0.0.1",
+        port=5001,
+        engine_id="probe-1",
+        connect_us=900,
+        sizes=[SizePulled(size_bytes=65536, took_us=[120, 118])],
+    ),
     ApiKey(
         digest="0f" * 32,
         tenant="tenant-1",
