@@ -44,7 +44,8 @@ lock: $(VENV)/.supply
 	done
 
 sbom: $(VENV)/.supply
-	@$(VENV)/supply/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json $(LOCKS)/cpu.lock
+	@{ cat $(LOCKS)/cpu.lock; grep '^torch==' $(LOCKS)/cpu.txt; } | PYTHONWARNINGS=ignore::UserWarning $(VENV)/supply/bin/cyclonedx-py \
+		requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json -
 	@echo "sbom.cdx.json"
 
 # Strict: a package that the index knows nothing about fails, and does not count as clean.
