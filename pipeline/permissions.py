@@ -134,6 +134,7 @@ _HANDING_BACK = Right("hand back a request it held, as its next attempt", (subje
 _CANCELS = Right("hear what is cancelled", (get_subject(streams.CANCEL.name),), (subjects.CANCELS,))
 _READERS = Right("ask whether somebody still reads", (subjects.presence("*"),))
 _DRAINING = Right("be told to drain", (subjects.drained("*"), inboxes("operator")), (subjects.drain("*"),))
+_PROBED = Right("be probed for its links", subscribe=(subjects.probe("*"),))
 _PIPE = (_CLOCK, _LOOKING, _CARDS, _CANCELS, _READERS, _ENDING, _HANDING_BACK, _DRAINING)
 """What every router and worker needs."""
 
@@ -220,6 +221,7 @@ def _worker() -> list[Right]:
         Right("tell routers all it has cached, when asked", (inboxes("router"),), (subjects.snapshot("*"),)),
         Right("announce its model", (key_subject(MODELS.name, "*"), _value(MODELS))),
         Right("be told to free blocks", (), (subjects.release("*"),)),
+        _PROBED,
         Right("keep what it has answered so far, and go on where another worker ended", (
             *streams.ANSWERS.subjects, get_subject(streams.ANSWERS.name, subjects.answers_in("*")), get_subject(streams.REPLIES.name),
         )),
@@ -339,6 +341,7 @@ def _operator() -> list[Right]:
             ),
         ),
         Right("drain workers and routers", (subjects.drain("*"),)),
+        Right("measure the links between workers", (subjects.probe("*"),)),
         Right("read, send again and remove dead letters", (get_subject(dead), *_api(f"STREAM.MSG.DELETE.{dead}"))),
         Right("add and remove API keys", (key_subject(KEYS.name, "key.*"), _values(KEYS))),
         *_batches(),

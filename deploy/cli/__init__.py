@@ -21,11 +21,8 @@ from . import (
     local,
     look,
     model,
-<<<<<<< HEAD
     nats,
-=======
     probe,
->>>>>>> fd87121 (jetwake probe: the links between workers, by real transfers, and a replay that goes by them)
     profile,
     replay,
     requests,

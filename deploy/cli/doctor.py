@@ -23,10 +23,13 @@ def doctor(
     """Check this machine, its packages and the broker, and say what mends what is wrong. Exit code 1 when anything is."""
 
     async def body() -> None:
+        import logging
+
         from ...schemas.errors import BrokerUnavailable
         from ..doctor.finding import is_wrong, print_findings
         from ..doctor.run import Examined, examine
 
+        logging.getLogger("jetwake").addHandler(logging.NullHandler())  # what goes wrong is told as a finding
         try:
             settings = broker.settings()
         except BrokerUnavailable:

@@ -17,6 +17,7 @@ from ...pipeline.topology import drift
 from ...schemas.errors import BrokerUnavailable, BusError, NotPermitted, SetupError
 from ...schemas.workers import WorkerCard
 from .finding import Finding
+from .permissions import has_users, permissions
 
 CONNECT_TIMEOUT_S = 3.0
 REACH_TIMEOUT_S = 1.0
@@ -51,6 +52,8 @@ async def _of_bus(bus: Bus, topology: TopologySettings, role: str, monitor_port:
     if is_on:
         findings.append(await _sync(bus.settings.url, monitor_port))
         findings += [await _streams(bus, topology), await _clock(bus)]
+        if has_users(role):
+            findings.append(await permissions(bus, role))
         if role in ("", "prefill", "decode", "aggregated", "up"):
             findings += await _workers(bus)
     return findings

@@ -52,6 +52,7 @@ SAID: list[tuple[str, tuple[tuple[Role, str], ...]]] = [
     ("$JS.API.DIRECT.GET.KV_jw_keys", (("router", ""), *WORKERS, CLIENT, TENANT, ("observer", ""))),
     # orders
     ("jw.drain.prefill-1", (("router", ""), *WORKERS, *OUTSIDE)),
+    ("jw.probe.prefill-1", (("router", ""), *WORKERS, *OUTSIDE)),
     ("jw.cancel.r1", (TENANT, ("observer", ""))),
     # the answers to others
     ("_INBOX.operator.x", OUTSIDE),
