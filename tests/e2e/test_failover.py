@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet, fleet_of
+from operations import until
 
 from jetwake.consumers.timing import PolynomialTiming
 from jetwake.deploy.nats_server import NatsServer
@@ -144,12 +145,12 @@ async def test_an_answer_survives_several_deaths(own_server: NatsServer) -> None
 
 async def test_many_answers_at_once_go_on_elsewhere(own_server: NatsServer) -> None:
     async with fleet_of(own_server.url, prefill=2, decode=2, timing=STEPS) as (fleet, client):
-        readers = [await submit(client, {}) for _ in range(40)]
-        await asyncio.gather(*(reader.has(40) for reader in readers))
+        readers = await asyncio.gather(*(submit(client, LONG) for _ in range(40)))
+        await until(lambda: fleet.engines["decode-1"].stats().running_requests > 8)
         await fleet.kill("decode-1")
         answers = [await reader.end() for reader in readers]
         for reader, answer in zip(readers, answers, strict=True):
-            check(reader, answer, {})
+            check(reader, answer, LONG)
         assert sum(answer.attempts > 1 for answer in answers) > 5
 
 
