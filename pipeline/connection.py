@@ -151,9 +151,10 @@ class Bus:
         return self._client.max_payload
 
     @property
-    def server_version(self) -> str:
+    def server_version(self) -> tuple[int, int, int]:
         """As the server it is connected to tells."""
-        return str(self._client.connected_server_version)
+        told = self._client.connected_server_version
+        return told.major, told.minor, told.patch
 
     def new_inbox(self) -> str:
         return self._client.new_inbox()

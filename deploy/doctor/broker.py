@@ -16,6 +16,7 @@ from ...pipeline.settings import BrokerSettings, TopologySettings
 from ...pipeline.topology import drift
 from ...schemas.errors import BrokerUnavailable, BusError, NotPermitted, SetupError
 from ...schemas.workers import WorkerCard
+from ..configuration_view import masked
 from .finding import Finding
 from .permissions import has_users, permissions
 
@@ -59,11 +60,11 @@ async def _of_bus(bus: Bus, topology: TopologySettings, role: str, monitor_port:
     return findings
 
 
-def version(told: str, url: str) -> Finding:
-    numbers = tuple(int(part) for part in told.split("-")[0].split(".")[:2] if part.isdigit())
-    if numbers < OLDEST_SERVER:
-        return Finding("broker", "wrong", f"nats-server {told}", f"take {'.'.join(map(str, OLDEST_SERVER))} or later; 2.15 was tested")
-    return Finding("broker", "ok", f"nats-server {told}")
+def version(told: tuple[int, int, int], url: str) -> Finding:
+    text = f"nats-server {'.'.join(map(str, told))} at {masked('url', url)}"
+    if told < OLDEST_SERVER:
+        return Finding("broker", "wrong", text, f"take {'.'.join(map(str, OLDEST_SERVER))} or later; 2.15 was tested")
+    return Finding("broker", "ok", text)
 
 
 def payload(max_payload_bytes: int) -> Finding:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from jetwake.deploy.doctor import machine
-from jetwake.deploy.doctor.broker import broker_findings, clock_offset
+from jetwake.deploy.doctor.broker import broker_findings, clock_offset, version
 from jetwake.deploy.doctor.finding import Finding, is_wrong
 from jetwake.deploy.doctor.model_files import model_files
 from jetwake.deploy.doctor.run import Examined, checks_of
@@ -63,6 +64,9 @@ async def test_a_well_set_up_broker(nats_server: NatsServer) -> None:
     assert not is_wrong(found.values()), found
     assert {found[what].state for what in ("broker", "payload", "JetStream", "streams", "clock")} == {"ok"}
     assert found["sync to disk"].state == "skipped"
+    assert re.search(r"nats-server 2\.\d+\.\d+ at nats://127", found["broker"].found)
+    assert (version((2, 10, 29), "nats://me:hush@x").state, version((3, 0, 0), "").state) == ("wrong", "ok")
+    assert "hush" not in version((2, 10, 29), "nats://me:hush@x").found
 
 
 async def test_nobody_there_and_exit_code_1() -> None:
