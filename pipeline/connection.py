@@ -156,6 +156,15 @@ class Bus:
         told = self._client.connected_server_version
         return told.major, told.minor, told.patch
 
+    @property
+    def missing_grace_s(self) -> float:
+        """How long a stream or consumer that nobody answers for may be there all the same: not loaded yet, or without a leader."""
+        return self.settings.election_grace_s if self._client.is_clustered else self.settings.missing_grace_s
+
+    @property
+    def is_clustered(self) -> bool:
+        return self._client.is_clustered
+
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 

@@ -23,6 +23,11 @@ from nats.aio.client import PING_PROTO, Client
 class HearingClient(Client):
     _pongs: "list[asyncio.Future[bool]]"
 
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server says that it is one of several."""
+        return bool(self._server_info.get("cluster"))
+
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()  # nobody waits for it any more

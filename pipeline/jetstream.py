@@ -4,6 +4,7 @@ Reads and writes `$JS.API.*` through a `Bus`. Promises: an `error` field in an a
 waits longer than the bus's request timeout.
 """
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ TERM = b"+TERM"
 IN_PROGRESS = b"+WPI"
 
 _NO_MESSAGE = "404"
+_NO_MESSAGE_FOUND = 10037
 
 
 def nak(delay_s: float) -> bytes:
@@ -55,6 +57,11 @@ def ack_subjects(stream: str, durable: str) -> str:
 def get_subject(stream: str, subject: str = "") -> str:
     """Direct gets. With a subject: of its newest message alone; without: of any message of the stream, which its payload names."""
     return api_subject(f"DIRECT.GET.{stream}.{subject}" if subject else f"DIRECT.GET.{stream}")
+
+
+def leader_get_path(stream: str) -> str:
+    """Of the API: single messages from the stream's leader, any of them, which the payload names."""
+    return f"STREAM.MSG.GET.{stream}"
 
 
 def create_path(stream: str, durable: str, filter_subject: str) -> str:
@@ -147,8 +154,40 @@ async def api(bus: Bus, path: str, body: Mapping[str, Any] | None = None) -> Jso
     return answer
 
 
+async def newest_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:
+    """As `last_message`, from the stream's leader: whatever was acknowledged before is seen. For what is decided by what is there."""
+    return await _leaders_message(bus, stream, {"last_by_subj": subject})
+
+
+async def message_at(bus: Bus, stream: str, sequence: int) -> RawMessage | None:
+    """The message with this sequence, from the stream's leader."""
+    return await _leaders_message(bus, stream, {"seq": sequence})
+
+
+async def _leaders_message(bus: Bus, stream: str, question: Json) -> RawMessage | None:
+    path = leader_get_path(stream)
+    answer = parse_json(await bus.request(api_subject(path), json.dumps(question).encode()), path)
+    if "error" in answer:
+        if answer["error"].get("err_code") == _NO_MESSAGE_FOUND:
+            return None
+        raise refused(answer["error"], path)
+    there: Json = answer["message"]
+    facts = {STREAM_HEADER: stream, SUBJECT_HEADER: there["subject"], SEQUENCE_HEADER: str(there["seq"]), TIME_HEADER: there["time"]}
+    own = read_headers(base64.b64decode(there.get("hdrs", "")))
+    return RawMessage(there["subject"], base64.b64decode(there.get("data", "")), own | facts)
+
+
+def read_headers(block: bytes) -> dict[str, str]:
+    """As they are stored: a version line, one line each, an empty line."""
+    pairs = (line.partition(":") for line in block.decode(errors="replace").split("\r\n")[1:] if line)
+    return {name: value.strip() for name, _, value in pairs}
+
+
 async def last_message(bus: Bus, stream: str, subject: str) -> RawMessage | None:
-    """The newest message on a subject, by direct get; its subject and sequence are in the headers."""
+    """The newest message on a subject, by direct get; its subject and sequence are in the headers.
+
+    In a cluster any replica answers, which may be some milliseconds behind; see `newest_message`.
+    """
     answer = await bus.request(get_subject(stream, subject), b"")
     if is_stored(answer):
         return answer

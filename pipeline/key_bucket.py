@@ -20,8 +20,8 @@ from .jetstream import (
     bucket_stream,
     is_present,
     key_subject,
-    last_message,
     last_messages,
+    newest_message,
 )
 from .publish import Publisher
 
@@ -56,7 +56,7 @@ class KeyBucket:
 
     async def secret(self) -> bytes:
         """Made when there is none."""
-        message = await last_message(self._bus, _STREAM, _SECRET)
+        message = await newest_message(self._bus, _STREAM, _SECRET)
         if message is not None and is_present(message):
             return message.data
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..schemas.streams import BucketSpec
 from ..schemas.subjects import last_token
 from .connection import Bus, RawMessage
-from .jetstream import SEQUENCE_HEADER, SUBJECT_HEADER, bucket_stream, is_present, key_subject, last_message, stored_page
+from .jetstream import SEQUENCE_HEADER, SUBJECT_HEADER, bucket_stream, is_present, key_subject, newest_message, stored_page
 from .publish import Publisher
 
 _PAGE = 256
@@ -36,7 +36,7 @@ class Bucket:
         self._stream = bucket_stream(spec.name)
 
     async def get(self, key: str) -> Entry | None:
-        message = await last_message(self._bus, self._stream, self._subject(key))
+        message = await newest_message(self._bus, self._stream, self._subject(key))
         return _entry(message) if message is not None and is_present(message) else None
 
     async def create(self, key: str, value: bytes, ttl_s: int | None = None) -> Entry:

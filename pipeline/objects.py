@@ -5,6 +5,7 @@ nobody; memory holds a few chunks at a time, whatever the size; what was read is
 object with a life (`ttl_s`) is taken away by the broker itself, and what an upload that was cut off left behind, too.
 """
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -18,7 +19,7 @@ from typing import Any
 from ..schemas.errors import BusRejected, JetwakeError
 from ..schemas.streams import ObjectsSpec
 from .connection import Bus, RawMessage
-from .jetstream import ROLLUP_HEADER, SEQUENCE_HEADER, chunk_subject, last_message, meta_subject, objects_stream, stored_page
+from .jetstream import ROLLUP_HEADER, SEQUENCE_HEADER, chunk_subject, meta_subject, newest_message, objects_stream, stored_page
 from .publish import Publisher
 from .topology import purge
 
@@ -27,6 +28,8 @@ _CHUNKS_AT_ONCE = 16
 _CHUNK_EXTRA_TTL_S = 3600
 """Chunks are stored before their description and must outlive it."""
 _PAGE = 256
+_LATE_TRIES, _LATE_PAUSE_S = 20, 0.1
+"""In a cluster any replica gives the chunks, and one of them may be behind."""
 _DIGEST = "SHA-256="
 
 
@@ -71,7 +74,7 @@ class ObjectStore:
         return stored
 
     async def get(self, name: str) -> StoredObject | None:
-        message = await last_message(self._bus, self._stream, self._meta_subject(name))
+        message = await newest_message(self._bus, self._stream, self._meta_subject(name))
         return None if message is None else _described(message)
 
     async def all(self) -> AsyncGenerator[StoredObject]:
@@ -89,12 +92,16 @@ class ObjectStore:
 
     async def read(self, stored: StoredObject) -> AsyncGenerator[bytes]:
         """Its bytes, in parts. Raises BusRejected when they are not those that were stored, after the last part."""
-        digest, chunks = hashlib.sha256(), 0
+        digest, chunks, late = hashlib.sha256(), 0, 0
         first_sequence, subject = stored.first_sequence, chunk_subject(self._name, stored.upload)
         while chunks < stored.chunks:
             page = await stored_page(self._bus, self._stream, subject, first_sequence, min(_CHUNKS_AT_ONCE, stored.chunks - chunks))
             if not page:
-                break
+                late += 1
+                if late > _LATE_TRIES:
+                    break
+                await asyncio.sleep(_LATE_PAUSE_S)
+                continue
             for message in page:
                 digest.update(message.data)
                 yield message.data

@@ -16,7 +16,17 @@ from typing import Literal, get_args
 from ..schemas import streams, subjects
 from ..schemas.openai_endpoints import ENDPOINTS, JOB_ENDPOINTS
 from ..schemas.streams import BucketSpec, ConsumerSpec, StreamSpec
-from .jetstream import ack_subjects, api_subject, bucket_stream, create_path, get_subject, key_subject, objects_stream, pull_subject
+from .jetstream import (
+    ack_subjects,
+    api_subject,
+    bucket_stream,
+    create_path,
+    get_subject,
+    key_subject,
+    leader_get_path,
+    objects_stream,
+    pull_subject,
+)
 
 Role = Literal["admin", "router", "prefill", "decode", "aggregated", "gateway", "client", "tenant", "operator", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -108,6 +118,11 @@ def _making(spec: ConsumerSpec) -> tuple[str, ...]:
     return _api(create_path(spec.stream, spec.durable, spec.filter_subject))
 
 
+def _leader_get(*names: str) -> tuple[str, ...]:
+    """Of any message of these streams."""
+    return _api(*(leader_get_path(name) for name in names))
+
+
 def _declared() -> list[str]:
     """The names of all streams, buckets and stores."""
     named = [spec.name for spec in streams.STREAMS] + [bucket_stream(bucket.name) for bucket in streams.BUCKETS]
@@ -127,7 +142,7 @@ _ENDING = Right(
         *streams.REPLIES.subjects,
         *streams.EVENTS.subjects,
         *streams.DEAD.subjects,
-        get_subject(streams.RESULTS.name, subjects.results_of("*")),
+        *_leader_get(streams.RESULTS.name),
     ),
 )
 _HANDING_BACK = Right("hand back a request it held, as its next attempt", (subjects.requests_again("*"), *streams.CANCEL.subjects))
@@ -192,7 +207,8 @@ def _router() -> list[Right]:
                 *_api(f"STREAM.INFO.{lanes}", f"CONSUMER.DELETE.{lanes}.*"),
                 *_making(streams.prefill_consumer("*")),
                 *_taking(streams.PREFILL),
-                *_api(f"STREAM.MSG.GET.{lanes}", f"STREAM.MSG.DELETE.{lanes}"),
+                *_leader_get(lanes),
+                *_api(f"STREAM.MSG.DELETE.{lanes}"),
             ),
         ),
         Right(
@@ -244,7 +260,7 @@ def _decode() -> list[Right]:
                 *_taking(streams.HANDOFF),
             ),
         ),
-        Right("claim a KV cache", (*streams.CLAIMS.subjects, get_subject(streams.CLAIMS.name, streams.CLAIMS.subjects[0]))),
+        Right("claim a KV cache", (*streams.CLAIMS.subjects, *_leader_get(streams.CLAIMS.name))),
         Right("tell prefill workers to free blocks", (subjects.release("*"),)),
     ]
 
@@ -260,7 +276,11 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
         _sending(name, subjects.JOBS, subjects.BATCHES),
         _reading(name, subjects.JOBS, subjects.BATCHES),
         Right("hear what is cancelled", (get_subject(streams.CANCEL.name, subjects.cancel("*")),), (subjects.CANCELS,)),
-        Right("read API keys, and the secret of cache salts", (_values(KEYS), _value(KEYS, "*")), (key_subject(KEYS.name, "key.*"),)),
+        Right(
+            "read API keys, and the secret of cache salts",
+            (_values(KEYS), *_leader_get(bucket_stream(KEYS.name))),
+            (key_subject(KEYS.name, "key.*"),),
+        ),
         Right(
             "keep its own streams for those who resume them",
             (
@@ -274,14 +294,14 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
         Right("pass requests on to gateways of other models", (subjects.OPENAI_OF_ALL,), (subjects.OPENAI_OF_ALL,)),
         Right("answer tenants and other gateways", (inboxes("tenant"), inboxes("gateway"))),
         Right(
-            "take durable jobs, and give their results",
+            "take durable jobs, give their results, and read all of them",
             (
                 *_looking_at(streams.OPENAI_JOBS),
                 *_taking(streams.OPENAI_JOBS),
                 subjects.OPENAI_JOBS_OF_ALL,
                 *kept,
                 f"{subjects.RESULTS_OUT}>",
-                *(get_subject(results, subject) for subject in kept),
+                *_leader_get(results),
                 *streams.DEAD.subjects,
                 *result_subjects,
             ),
@@ -302,11 +322,9 @@ def _batches() -> list[Right]:
                 key_subject(BATCH_RECORDS.name, "*"),
                 f"$O.{streams.FILES.name}.>",
                 _values(BATCH_RECORDS),
-                _value(BATCH_RECORDS),
                 get_subject(lines),
-                get_subject(lines, subjects.batch_lines("*")),
                 get_subject(FILES),
-                get_subject(FILES, f"$O.{streams.FILES.name}.>"),
+                *_leader_get(bucket_stream(BATCH_RECORDS.name), lines, FILES),
                 *_api(f"STREAM.PURGE.{lines}", f"STREAM.PURGE.{FILES}"),
             ),
         )

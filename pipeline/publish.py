@@ -14,7 +14,7 @@ from ..schemas.errors import BrokerUnavailable, SequenceConflict, StreamMissing
 from ..schemas.subjects import EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER, MESSAGE_ID_HEADER
 from .backoff import backoff_s
 from .connection import Bus
-from .jetstream import SEQUENCE_HEADER, TTL_HEADER, last_message, parse_json, refused
+from .jetstream import SEQUENCE_HEADER, TTL_HEADER, newest_message, parse_json, refused
 from .raw import RawMessage
 
 
@@ -88,7 +88,7 @@ class Publisher:
                 if clock() - started >= patience_s:
                     raise
             except StreamMissing:  # so says a broker that is still loading its streams after a restart, too
-                patience_s = min(self._bus.settings.missing_grace_s, self._bus.settings.publish_deadline_s)
+                patience_s = min(self._bus.missing_grace_s, self._bus.settings.publish_deadline_s)
                 if clock() - started >= patience_s:
                     raise
             failures += 1
@@ -102,7 +102,7 @@ class Publisher:
         error = refused(fields["error"], doing)
         if unsure and isinstance(error, SequenceConflict):
             # The broker tests the expected sequence before the id, so a resend conflicts with our own earlier send.
-            last = await last_message(self._bus, str(fields.get("stream", "")), subject)
+            last = await newest_message(self._bus, str(fields.get("stream", "")), subject)
             if last is not None and last.headers.get(MESSAGE_ID_HEADER, "") == headers.get(MESSAGE_ID_HEADER):
                 return Stored(int(last.headers[SEQUENCE_HEADER]), duplicate=True)
         raise error

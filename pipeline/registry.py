@@ -21,6 +21,7 @@ from .cards import CARD_TTL_S, HEARTBEAT_S, CardKeeper
 from .catalogue import ModelCatalogue
 from .connection import Bus, Subscription
 from .jetstream import (
+    MARKER_REASON_HEADER,
     SEQUENCE_HEADER,
     SUBJECT_HEADER,
     bucket_stream,
@@ -159,9 +160,16 @@ class Registry:
             self._heard_during_snapshot.add(worker)
         if is_present(message):
             self._learn(worker, message.data)
+        elif MARKER_REASON_HEADER in message.headers and self._was_heard_lately(worker):
+            # A cluster without a leader of this bucket stores no renewals, and the next leader finds all cards expired. We heard them.
+            logger.info("the card of worker %s has expired, and it lives: the broker could not store its renewals", worker)
         elif self._known.pop(worker, None) is not None:
             logger.info("worker %s has left", worker)
         self._show()
+
+    def _was_heard_lately(self, worker: str) -> bool:
+        known = self._known.get(worker)
+        return known is not None and asyncio.get_running_loop().time() - known.heard < CARD_TTL_S - HEARTBEAT_S / 2
 
     def _learn(self, worker: str, data: bytes, sequence: int = 0) -> None:
         try:

@@ -44,6 +44,11 @@ class BrokerSettings(BaseModel):
     missing_grace_s: float = Field(
         default=3.0, ge=0, description="how long a missing stream may be one that a restarted broker still loads"
     )
+    election_grace_s: float = Field(
+        default=20.0,
+        ge=0,
+        description="the same where the broker is a cluster: one that lost a server may take so long to agree on leaders",
+    )
 
 
 class TopologySettings(BaseModel):

@@ -54,13 +54,16 @@ class Settler:
         """The broker's word that it took our settlement: the only way to learn that the consumer was taken from us."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._bus.settings.publish_deadline_s
+        # In a cluster, a consumer that has no leader at this moment looks the same as one that is gone.
+        surely_gone = clock() + (self._bus.missing_grace_s if self._bus.is_clustered else 0.0)
         while True:
             try:
                 await self._bus.request(held.raw.reply, word)
                 return
             except StreamMissing:
-                logger.warning("%s: the consumer is gone; message %d now belongs to others", self._spec.durable, held.facts.sequence)
-                return
+                if clock() >= surely_gone:
+                    logger.warning("%s: the consumer is gone; message %d now belongs to others", self._spec.durable, held.facts.sequence)
+                    return
             except BrokerUnavailable as error:
                 if clock() >= deadline or await self._never_gave(held):
                     logger.warning("%s: message %d is done but may come again: %s", self._spec.durable, held.facts.sequence, error)

@@ -20,7 +20,7 @@ from ..schemas.requests import InferenceRequest
 from ..schemas.streams import RESULTS
 from .clock import Clock
 from .connection import Bus
-from .jetstream import SEQUENCE_HEADER, last_message
+from .jetstream import SEQUENCE_HEADER, newest_message
 from .publish import Publisher
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Terminals:
         raise BrokerUnavailable(f"{subject} changes faster than it can be written")
 
     async def _last(self, subject: str) -> tuple[AnyTerminal | Fence | None, int]:
-        message = await last_message(self._bus, RESULTS.name, subject)
+        message = await newest_message(self._bus, RESULTS.name, subject)
         return (decode(message.data, _OUTCOME), int(message.headers[SEQUENCE_HEADER])) if message else (None, 0)
 
     async def _tell_event(self, request: InferenceRequest | ReplyTarget, terminal: AnyTerminal) -> None:

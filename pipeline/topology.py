@@ -5,7 +5,6 @@ second time; nothing is ever deleted here but a consumer by its name; what canno
 storage) is an error in the broker's own words.
 """
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, Buck
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
 from .connection import Bus
-from .jetstream import Json, api, bucket_stream, chunk_subject, create_path, key_subject, meta_subject, objects_stream
+from .jetstream import Json, api, bucket_stream, chunk_subject, create_path, key_subject, message_at, meta_subject, objects_stream
 from .settings import TopologySettings
 
 _NS = 1_000_000_000
@@ -105,9 +104,8 @@ async def delete_message(bus: Bus, stream: str, sequence: int, message_id: str =
     """
     try:
         if message_id:
-            there = (await api(bus, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))["message"]
-            headers = base64.b64decode(str(there.get("hdrs", ""))).decode(errors="replace")
-            if f"{MESSAGE_ID_HEADER}: {message_id}\r\n" not in headers:
+            there = await message_at(bus, stream, sequence)
+            if there is None or there.headers.get(MESSAGE_ID_HEADER) != message_id:
                 return False
         await api(bus, f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except BusRejected:
@@ -182,6 +180,21 @@ async def stream_counts(bus: Bus) -> dict[str, StreamCount]:
             counts[str(info["config"]["name"])] = StreamCount(int(state["messages"]), int(state["bytes"]))
         if not streams or len(counts) >= int(page.get("total", 0)):
             return counts
+
+
+async def streams_not_whole(bus: Bus) -> list[str]:
+    """Of a cluster: the streams and consumers without a leader, or with a replica that is away or behind. None where there is no cluster."""
+    found: list[str] = []
+    for name in await _stream_names(bus):
+        info = await _info(bus, f"STREAM.INFO.{name}")
+        there = [] if info is None else [info, *await _consumers(bus, name)]
+        found += [str(each.get("name", name)) for each in there if each.get("cluster") and not _is_whole(each["cluster"])]
+    return found
+
+
+def _is_whole(cluster: Json) -> bool:
+    replicas: list[Json] = cluster.get("replicas") or []
+    return bool(cluster.get("leader")) and all(replica.get("current") and not replica.get("offline") for replica in replicas)
 
 
 async def _stream_names(bus: Bus) -> list[str]:

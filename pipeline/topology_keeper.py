@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ..schemas.errors import BusError, StreamMissing
+from ..schemas.errors import BrokerUnavailable, BusError, StreamMissing
 from ..schemas.streams import ConsumerSpec
 from .connection import Bus
 from .settings import TopologySettings
@@ -48,13 +48,26 @@ class TopologyKeeper:
 
     async def start(self) -> None:
         """Everything is there on return, and as declared where that is ours to do. Raises BusError."""
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + WAIT_S
+        while True:
+            try:
+                await self._declare()
+                break
+            except BrokerUnavailable as error:  # a cluster that begins, or has lost a server, agrees on leaders first
+                if clock() >= give_up_s or not self._bus.is_clustered:
+                    raise
+                logger.warning("the broker is not ready, trying again: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+        self._bus.on_reconnect(self._restore)
+
+    async def _declare(self) -> None:
         if self._does == "declare":
             await ensure_topology(self._bus, self._settings)
         elif self._does == "restore":
             await restore_missing(self._bus, self._settings)
         else:
             await self._wait_until_declared()
-        self._bus.on_reconnect(self._restore)
 
     async def run(self) -> None:
         """Looks now and then, until cancelled: nobody tells when a stream is deleted."""

@@ -12,11 +12,14 @@ from ...pipeline.jetstream import api
 from ...pipeline.topology import delete_consumer, durables
 from ...schemas.errors import BusError
 from ...schemas.streams import STREAMS, WORKERS_BUCKET
+from ..nats_cluster import wait_until_whole
 from .observer import WORK_QUEUES, Observer
 from .plan import Fault
 from .system import System
 
 log = logging.getLogger(__name__)
+
+WHOLE_AGAIN_S = 60.0
 
 
 class Faults:
@@ -98,11 +101,15 @@ class Faults:
         link.calm()
 
     async def _broker(self, fault: Fault, stopping: asyncio.Event) -> None:
+        """One server at a time, and of a cluster the next one only when it is whole again: that is what it can bear."""
         async with self._broker_turn:
-            server = self._system.server
+            servers = self._system.servers
+            server = servers[int(fault.dice * len(servers))]
             await (server.stop() if fault.kind == "broker-stop" else server.kill())
             await _wait(stopping, fault.duration_s)
             await server.start()
+            if len(servers) > 1 and (missing := await wait_until_whole(self._observer.bus, WHOLE_AGAIN_S)):
+                self._report(f"  the cluster is not whole again: {', '.join(missing)}")
 
     async def _consumer(self, fault: Fault, _: asyncio.Event) -> None:
         try:

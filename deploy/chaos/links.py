@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import random
 import socket
+from collections.abc import Sequence
 from typing import Self
 
 DISTURBED = (b"jw.kv.", b"jw.load.", b"jw.routed.", b"jw.replies.")
@@ -169,3 +170,43 @@ class Link:
             await self._speaks.wait()
             writer.write(data)
             await writer.drain()
+
+
+class Links:
+    """The ways of one process to every server of the broker: what is done to one is done to all. A context manager."""
+
+    def __init__(self, name: str, broker_ports: Sequence[int]) -> None:
+        self._links = [Link(name, port) for port in broker_ports]
+
+    async def __aenter__(self) -> Self:
+        for link in self._links:
+            await link.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for link in self._links:
+            await link.__aexit__()
+
+    @property
+    def url(self) -> str:
+        return ",".join(link.url for link in self._links)
+
+    def cut(self) -> None:
+        for link in self._links:
+            link.cut()
+
+    def silence(self) -> None:
+        for link in self._links:
+            link.silence()
+
+    def disturb(self, manner: str, seed: float) -> None:
+        for link in self._links:
+            link.disturb(manner, seed)
+
+    def heal(self) -> None:
+        for link in self._links:
+            link.heal()
+
+    def calm(self) -> None:
+        for link in self._links:
+            link.calm()

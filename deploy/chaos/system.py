@@ -13,14 +13,15 @@ from ...pipeline.settings import BrokerSettings
 from ...schemas.errors import JetwakeError
 from ..app import first_of
 from ..local import URL_VARIABLE, LocalSystem, children_of, local_system, wait_until_served
-from ..nats_server import NatsServer
+from ..nats_cluster import NatsCluster
 from ..supervisor import Child, Supervisor
-from .links import Link
+from .links import Links
 from .plan import Targets
 
 RUN_VARIABLE = "JETWAKE_CHAOS_RUN"
 """In the environment of every process of a run, and of theirs: that finds what outlives it."""
 LONGEST_PAUSE_S = 4.0
+MOST_REPLICAS = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Shape:
     engine_options: Sequence[str]
     policy: str = "kv_aware"
     grace_s: float = 40.0
+    servers: int = 1
 
     def targets(self) -> Targets:
         counts = (("prefill", self.prefill), ("decode", self.decode), ("aggregated", self.aggregated))
@@ -49,28 +51,30 @@ class Shape:
     def local(self, report: Callable[[str], None]) -> LocalSystem:
         """Raises SetupError for what can serve nothing."""
         counts = (self.prefill, self.decode, self.aggregated)
-        return local_system(self.engine, self.model, "", self.engine_options, self.policy, counts, None, None, report)
+        limits = [f"replicas={min(self.servers, MOST_REPLICAS)}"]
+        return local_system(self.engine, self.model, "", self.engine_options, self.policy, counts, None, None, report, limits=limits)
 
 
 class System:
-    """`links` by name of process or client. `broker` is the way past them."""
+    """`links` by name of process or client. `broker` is the way past them. `servers`: those of the broker."""
 
-    def __init__(self, server: NatsServer, links: dict[str, Link], children: Sequence[Child], model: str) -> None:
-        self.server = server
+    def __init__(self, cluster: NatsCluster, links: dict[str, Links], children: Sequence[Child], model: str) -> None:
+        self.servers = cluster.servers
+        self._url = cluster.url
         self.links = links
         self.children = {child.name: child for child in children}
         self.model = model
 
     @property
     def broker(self) -> BrokerSettings:
-        return BrokerSettings(url=self.server.url)
+        return BrokerSettings(url=self._url)
 
     def pid(self, name: str) -> int:
         """0 while it is not running."""
         return self.children[name].pid
 
 
-def children(system: LocalSystem, routers: int, links: dict[str, Link], logs: Path) -> list[Child]:
+def children(system: LocalSystem, routers: int, links: dict[str, Links], logs: Path) -> list[Child]:
     """As `up` runs them, each with the address of its own link, and more routers."""
     [first, *workers] = children_of(system, "", logs)
     named = [
@@ -88,15 +92,16 @@ async def running(shape: Shape, folder: Path, run_id: str, report: Callable[[str
     os.environ[RUN_VARIABLE] = run_id
     local, targets = shape.local(report), shape.targets()
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(NatsServer(folder / "broker", log_file=folder / "logs" / "broker.log"))
+        cluster = await stack.enter_async_context(NatsCluster(folder / "broker", shape.servers, folder / "logs"))
+        ports = [server.port for server in cluster.servers]
         names = [*targets.workers, *targets.routers, *targets.clients]
-        links = {name: await stack.enter_async_context(Link(name, server.port)) for name in names}
+        links = {name: await stack.enter_async_context(Links(name, ports)) for name in names}
         processes = children(local, shape.routers, links, folder / "logs")
         supervisor = Supervisor(processes, shape.grace_s, longest_pause_s=LONGEST_PAUSE_S)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(supervisor.run())
-                system = System(server, links, processes, local.model)
+                system = System(cluster, links, processes, local.model)
                 await wait_until_served(system.broker, local.model)
                 try:
                     yield system

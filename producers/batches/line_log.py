@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from ...pipeline.connection import Bus
-from ...pipeline.jetstream import SEQUENCE_HEADER, last_message, stored_message, stored_page
+from ...pipeline.jetstream import SEQUENCE_HEADER, message_at, newest_message, stored_page
 from ...pipeline.publish import Publisher
 from ...pipeline.topology import purge
 from ...schemas import subjects
@@ -74,7 +74,7 @@ class BusLineLog:
         except PayloadTooLarge as error:
             return await self.record(too_large(result, str(error)))
         except SequenceConflict:
-            message = await last_message(self._bus, BATCH_LINES.name, subject)
+            message = await newest_message(self._bus, BATCH_LINES.name, subject)
             if message is None:
                 raise
             self._sequences[result.line] = int(message.headers[SEQUENCE_HEADER])
@@ -101,7 +101,7 @@ class BusLineLog:
         await purge(self._bus, BATCH_LINES.name, subjects.batch_lines(self._batch_id))
 
     async def _read(self, line: int) -> LineResult:
-        message = await stored_message(self._bus, BATCH_LINES.name, self._sequences[line])
+        message = await message_at(self._bus, BATCH_LINES.name, self._sequences[line])
         if message is None:
             raise BusRejected(f"the result of line {line} of {self._batch_id} was stored and is gone")
         return decode(message.data, LineResult)

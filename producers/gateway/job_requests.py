@@ -7,7 +7,7 @@ the same message, or, when the broker would not know the message any more, as a 
 
 from ...pipeline.clock import ServerClock
 from ...pipeline.connection import Bus
-from ...pipeline.jetstream import last_message
+from ...pipeline.jetstream import newest_message
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox, ReplyStream
 from ...pipeline.submit import cancel_request, store_request
@@ -35,7 +35,7 @@ class JobRequests:
     async def submit(self, job: Job, request: InferenceRequest) -> ReplyStream:
         """Raises Overloaded and BusErrors."""
         accepted = subjects.openai_accepted(request.request_id)
-        known = await last_message(self._bus, OPENAI_RESULTS.name, accepted) is not None
+        known = await newest_message(self._bus, OPENAI_RESULTS.name, accepted) is not None
         if not known and job.deliveries > 1:
             known = await self._inbox.lookup(request.model, subjects.JOBS, request.request_id) is not None
         if not known:

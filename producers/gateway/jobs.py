@@ -15,7 +15,7 @@ from ...pipeline.catalogue import ModelCatalogue
 from ...pipeline.clock import ServerClock, timestamp_ns
 from ...pipeline.connection import Bus
 from ...pipeline.consume import Consumer, Delivery
-from ...pipeline.jetstream import SUBJECT_HEADER, TIME_HEADER, last_message
+from ...pipeline.jetstream import SUBJECT_HEADER, TIME_HEADER, last_message, newest_message
 from ...pipeline.publish import Publisher
 from ...pipeline.replies import ReplyInbox
 from ...pipeline.terminals import Terminals
@@ -188,7 +188,7 @@ class Jobs:
     # ----------------------------------------------------------------------------------------------------------- results
 
     async def _kept(self, job: Job) -> Result | None:
-        message = await last_message(self._bus, OPENAI_RESULTS.name, subjects.openai_result(job.id))
+        message = await newest_message(self._bus, OPENAI_RESULTS.name, subjects.openai_result(job.id))
         if message is None:
             return None
         own = {name: value for name, value in message.headers.items() if not name.startswith("Nats-")}

@@ -19,6 +19,7 @@ from .keyring import KeyFile, read_key_file
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 10.0
+LOOK_AGAIN_S = 0.5
 
 
 class KeyKeeper:
@@ -44,12 +45,15 @@ class KeyKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
+        look_in_s = LOOK_EVERY_S
         while True:
             try:
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(look_in_s):
                     await self._changed.wait()
             except TimeoutError:
                 pass  # the usual case: nothing happened for this long
+            # What was just changed may not be everywhere in a cluster: once more, soon.
+            look_in_s = LOOK_AGAIN_S if self._changed.is_set() and self._bus.is_clustered else LOOK_EVERY_S
             self._changed.clear()
             await self._bus.wait_connected()
             try:
