@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..pipeline.connection import Bus
+from ..pipeline.settings import BrokerSettings
 from ..pipeline.topology import streams_not_whole
-from ..schemas.errors import BusError
+from ..schemas.errors import BrokerUnavailable, BusError
 from .nats_config import ClusterPlace
 from .nats_server import NatsServer
 
@@ -48,6 +49,13 @@ class NatsCluster:
     @property
     def url(self) -> str:
         return ",".join(server.url for server in self.servers)
+
+
+async def wait_until_agreed(broker: BrokerSettings, timeout_s: float = 30.0) -> None:
+    """Until the servers have chosen who leads, and take orders. Raises BrokerUnavailable."""
+    async with Bus.connect(broker, "cluster") as bus:
+        if missing := await wait_until_whole(bus, timeout_s):
+            raise BrokerUnavailable(f"the cluster is not ready after {timeout_s:g} s: {', '.join(missing)}")
 
 
 async def wait_until_whole(bus: Bus, timeout_s: float) -> list[str]:

@@ -13,7 +13,7 @@ from ...pipeline.settings import BrokerSettings
 from ...schemas.errors import JetwakeError
 from ..app import first_of
 from ..local import URL_VARIABLE, LocalSystem, children_of, local_system, wait_until_served
-from ..nats_cluster import NatsCluster
+from ..nats_cluster import NatsCluster, wait_until_agreed
 from ..supervisor import Child, Supervisor
 from .links import Links
 from .plan import Targets
@@ -93,6 +93,7 @@ async def running(shape: Shape, folder: Path, run_id: str, report: Callable[[str
     local, targets = shape.local(report), shape.targets()
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(NatsCluster(folder / "broker", shape.servers, folder / "logs"))
+        await wait_until_agreed(BrokerSettings(url=cluster.url))
         ports = [server.port for server in cluster.servers]
         names = [*targets.workers, *targets.routers, *targets.clients]
         links = {name: await stack.enter_async_context(Links(name, ports)) for name in names}

@@ -25,6 +25,7 @@ from jetwake.pipeline.settings import BrokerSettings
 from jetwake.pipeline.topology import subject_counts
 from jetwake.producers.batches.settings import BatchSettings
 from jetwake.schemas.codec import decode
+from jetwake.schemas import subjects
 from jetwake.schemas.requests import InferenceRequest
 from jetwake.schemas.streams import BATCH_LINES
 
@@ -190,7 +191,7 @@ async def test_lines_are_in_the_batch_class(system: System) -> None:
         await bus.flush()
         batch = await system.start([a_line("1"), a_line("2")])
         await system.end_of(batch)
-    assert {(request.priority_class, request.gateway) for request in seen} == {("batch", batch.id)}
+    assert {(request.priority_class, request.gateway) for request in seen} == {("batch", subjects.BATCHES)}
     assert sorted(request.request_id for request in seen) == [f"{batch.id}-1", f"{batch.id}-2"]
 
 

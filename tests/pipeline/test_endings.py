@@ -29,7 +29,7 @@ class Listener:
         self.notices: list[CancelRequest] = []
 
     async def listen(self) -> None:
-        await self.bus.subscribe(subjects.requests(self.request.model, "interactive"), self._on_request)
+        await self.bus.subscribe(subjects.requests_again("interactive"), self._on_request)
         await self.bus.subscribe(subjects.cancel(self.request.request_id), self._on_notice)
         await self.bus.flush()
 
@@ -44,7 +44,9 @@ class Listener:
         return self.again[-1]
 
     def _on_request(self, message: RawMessage) -> None:
-        self.again.append(decode(message.data, InferenceRequest))
+        request = decode(message.data, InferenceRequest)
+        if request.request_id == self.request.request_id:
+            self.again.append(request)
 
     def _on_notice(self, message: RawMessage) -> None:
         self.notices.append(decode(message.data, CancelRequest))
