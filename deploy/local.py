@@ -19,7 +19,7 @@ from ..consumers.scratch import ScratchFolder
 from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from ..producers.policies import make_policy
-from ..schemas.errors import DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
+from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, JetwakeError, SetupError, StreamMissing, UnknownModel
 from .configuration import NOTHING_CONFIGURED, Configuration
 from .demo_model import fetch
 from .engines import ENGINES
@@ -244,3 +244,7 @@ async def wait_until_served(broker: BrokerSettings, model: str) -> None:
                 return
         except (StreamMissing, UnknownModel, DeadlineExceeded):
             await asyncio.sleep(0.1)  # nobody has declared the streams, told of the model, or taken the request yet
+        except BrokerUnavailable:
+            if "," not in broker.url:
+                raise
+            await asyncio.sleep(0.1)  # a cluster whose streams are just being made: they have no leaders yet
