@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...pipeline.connection import Bus, RawMessage
-from ...pipeline.jetstream import bucket_stream, is_present, key_subject, last_message, last_messages, stored_messages
+from ...pipeline.jetstream import bucket_stream, is_present, key_subject, last_messages, newest_message, stored_messages
 from ...pipeline.topology import durables, stream_counts, subject_counts
 from ...schemas import subjects
 from ...schemas.codec import decode
-from ...schemas.errors import BusError, Undecodable
+from ...schemas.errors import BrokerUnavailable, BusError, Undecodable
 from ...schemas.replies import AnyTerminal, Fence, Outcome, Reply, TokenChunk
 from ...schemas.streams import BUCKETS, HANDOFF, PREFILL, REQUESTS, RESULTS, WORKERS_BUCKET
 from ...schemas.tokens import unpack_tokens
@@ -75,13 +75,22 @@ class Observer:
             if subject not in stored:
                 continue
             # Fences of attempts are there too, and before the terminal.
-            messages = await stored_messages(self.bus, RESULTS.name, subject) if stored[subject] > 1 else []
-            last = await last_message(self.bus, RESULTS.name, subject)
+            messages = await self._all_of(subject, stored[subject]) if stored[subject] > 1 else []
+            last = await newest_message(self.bus, RESULTS.name, subject)
             outcomes: list[AnyTerminal | Fence] = [decode(message.data, _OUTCOME) for message in messages or [last] if message]
             terminals = [outcome for outcome in outcomes if not isinstance(outcome, Fence)]
             if terminals:
                 ends[record.request_id], counts[record.request_id] = terminals[0], len(terminals)
         return ends, counts
+
+    async def _all_of(self, subject: str, count: int) -> list[RawMessage]:
+        """In a cluster, whoever is asked may be a little behind."""
+        for _ in range(20):
+            messages = await stored_messages(self.bus, RESULTS.name, subject)
+            if len(messages) >= count:
+                return messages
+            await asyncio.sleep(0.1)
+        raise BrokerUnavailable(f"{count} messages are stored on {subject}, and cannot be read")
 
     # -- what there is when nothing happens ---------------------------------------------------------------------------
 

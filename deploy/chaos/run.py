@@ -33,6 +33,7 @@ from .plan import Fault, plan
 from .system import Shape, System, running, survivors
 
 PROGRESS_EVERY_S = 5.0
+LOOK_AGAIN_S = 1.0
 REST_TIMEOUT_S = 150.0
 """A handoff whose release order was lost keeps its blocks for two minutes."""
 POOL = 32
@@ -166,8 +167,9 @@ class _Run:
             )
             await self._disturbed(load, load_settings, Faults(system, observer, self._say))
             self._report(f"no more faults: everything must end within {settings.settle_s:g} s")
+            settled_s = time.monotonic() + settings.settle_s
             await load.wait_for_ends(settings.settle_s)
-            self.ends, self.counts = await self._stored(observer, load)
+            self.ends, self.counts = await self._stored(observer, load, settled_s)
             after = await observer.picture_soon(counts_used_blocks, before, REST_TIMEOUT_S)
             self.aftermath = Aftermath(blocks_held=after.blocks_held, leftovers=differences(before, after))
 
@@ -222,8 +224,15 @@ class _Run:
             showing.cancel()
         self.faults_done = faults.done
 
-    async def _stored(self, observer: Observer, load: Load) -> tuple[dict[str, Any], dict[str, int]]:
-        return await observer.ends_of(list(load.records.values()), load.model)
+    async def _stored(self, observer: Observer, load: Load, until_s: float) -> tuple[dict[str, Any], dict[str, int]]:
+        """When all that was accepted has its end, or at the end of the time for that: who left does not wait for it."""
+        records = list(load.records.values())
+        while True:
+            ends, counts = await observer.ends_of(records, load.model)
+            missing = [record for record in records if record.submission == "accepted" and record.request_id not in ends]
+            if not missing or time.monotonic() >= until_s:
+                return ends, counts
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _show(self, load: Load) -> None:
         while True:

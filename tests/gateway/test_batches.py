@@ -24,8 +24,8 @@ from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import BrokerSettings
 from jetwake.pipeline.topology import subject_counts
 from jetwake.producers.batches.settings import BatchSettings
-from jetwake.schemas.codec import decode
 from jetwake.schemas import subjects
+from jetwake.schemas.codec import decode
 from jetwake.schemas.requests import InferenceRequest
 from jetwake.schemas.streams import BATCH_LINES
 
