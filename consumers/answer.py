@@ -54,6 +54,10 @@ class Answer:
         """Whether there is a token that nobody gave before."""
         return len(self.tokens) > len(self._given)
 
+    @property
+    def given_tokens(self) -> int:
+        return token_count(self._given)
+
     async def add(self, output: EngineOutput) -> None:
         """Takes the next output and sends what of it is new to the client. Raises AnswerDiverged when it is not what was given before."""
         expected = self._given[len(self.tokens) : len(self.tokens) + len(output.tokens)]

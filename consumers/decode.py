@@ -9,20 +9,24 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
+from ..pipeline import instruments, tracing
 from ..pipeline.clock import ServerClock
 from ..pipeline.consume import Delivery
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.decode import KvHandoff
 from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded, SequenceConflict
 from ..schemas.prefill import ReleaseKv
+from ..schemas.timeline import moments
+from ..schemas.tokens import token_count
 from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .block_ledger import BlockLedger
 from .continuing import Continuing
+from .counting import answer_facts, count_transfer
 from .decode_seats import DecodeLoad
 from .engine import Engine, EngineInfo
 from .legs import leg_of
@@ -82,15 +86,12 @@ class DecodeConsumer:
         answer = Answer(self._publisher, request, handoff.first_tokens)
         async with self._work.holding(request):
             try:
-                async with self._in_flight.guard(request, "decode"):
-                    self._validate(delivery)
-                    need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
-                    async with self._ledger.reserve(need_blocks):
-                        self._check_kept(handoff)  # again: waiting for room takes time
-                        await self._claim(handoff)
-                        answer.stamp(claimed_ns=self._clock.now_ns())
-                        self._continuing.begin(request, "decode")
-                        await self._generate(handoff, answer)
+                with tracing.Leg(signals.DECODE_SPAN, request, self._card.worker, self._clock.now_ns, request.times.prefilled_ns) as leg:
+                    try:
+                        await self._decode(delivery, answer)
+                    finally:
+                        leg.attributes |= answer_facts(answer)
+                        self._tell(answer)
                 await self._terminals.end(
                     answer.request, answer.finished(handoff.prefill_worker, self._card.worker, handoff.predicted_cached_tokens)
                 )
@@ -101,6 +102,8 @@ class DecodeConsumer:
             except (PullFailed, HandoffRefused) as error:
                 if isinstance(error, PullFailed):
                     self._note_failed_pull(handoff)
+                    claimed_ns, now_ns = answer.request.times.claimed_ns, self._clock.now_ns()
+                    tracing.record(signals.TRANSFER_SPAN, request, self._card.worker, claimed_ns or now_ns, now_ns, error=error)
                 await self._release(handoff, answer, str(error))
                 await self._endings.again(answer.request, error)
 
@@ -112,6 +115,32 @@ class DecodeConsumer:
         handoff = delivery.message
         await self._order_release(handoff, str(error))
         await self._endings.failed(handoff.request, error)
+
+    async def _decode(self, delivery: Delivery[KvHandoff], answer: Answer) -> None:
+        handoff, request = delivery.message, delivery.message.request
+        async with self._in_flight.guard(request, "decode"):
+            self._validate(delivery)
+            need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
+            async with self._ledger.reserve(need_blocks):
+                self._check_kept(handoff)  # again: waiting for room takes time
+                await self._claim(handoff)
+                answer.stamp(claimed_ns=self._clock.now_ns())
+                self._continuing.begin(request, "decode")
+                await self._generate(handoff, answer)
+
+    def _tell(self, answer: Answer) -> None:
+        """What is known of the leg, however it ended."""
+        request, last = answer.request, answer.last
+        model, times = request.model, request.times
+        at = moments(times, request.submitted_ns, self._clock.now_ns())
+        instruments.add(signals.ANSWER_TOKENS, max(0, token_count(answer.tokens) - answer.given_tokens), model)
+        if last is None or last.finish_reason is None:
+            return
+        instruments.record_stages(model, at, "handoff_wait", "transfer", "first_step", "generation")
+        count_transfer(model, last.kv_bytes, last.transfer_s)
+        if times.pulled_ns:
+            facts: tracing.Attributes = {signals.TRANSFER_SIZE: last.kv_bytes, signals.TRANSFER_NIXL_S: last.transfer_s}
+            tracing.record(signals.TRANSFER_SPAN, request, self._card.worker, times.claimed_ns, times.pulled_ns, attributes=facts)
 
     async def _generate(self, handoff: KvHandoff, answer: Answer) -> None:
         leg = leg_of(handoff.request, kv=handoff.kv, forced_tokens=handoff.first_tokens)
@@ -129,6 +158,7 @@ class DecodeConsumer:
 
     def _note_failed_pull(self, handoff: KvHandoff) -> None:
         """Where transfers do not work any more the worker ends, or its free slots would attract request after request."""
+        instruments.add(signals.TRANSFER_FAILURES, 1, handoff.request.model)
         lanes = {card.lane for card in self._alive().values() if card.role == "prefill"}
         self._pulls.failed(f"{handoff.prefill_worker}-{handoff.prefill_incarnation}", lanes)
         if self._pulls.broken:

@@ -9,11 +9,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from ..pipeline import instruments
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus, RawMessage
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.codec import decode
 from ..schemas.decode import KvHandoff
 from ..schemas.errors import JetwakeError, RequestEnded, Undecodable
@@ -96,6 +97,7 @@ class HeldHandoffs:
             elif ending := self._in_flight.expired(handoff.request, "while its handoff waited"):
                 await self._end(handoff.request, engine_request_id, ending)
             elif now_ns >= handoff.hold_until_ns:
+                instruments.add(signals.LEASES_EXPIRED, 1)
                 await self.release(engine_request_id)
             elif held.lease_remaining_s < self._lease_s * 2 / 3:
                 due.append(engine_request_id)

@@ -6,13 +6,15 @@ a terminal. Promises: blocks handed off stay readable until they are pulled, rel
 
 from dataclasses import dataclass
 
+from ..pipeline import instruments
 from ..pipeline.clock import ServerClock
 from ..pipeline.consume import Delivery
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
-from ..schemas import subjects
+from ..pipeline.tracing import Leg
+from ..schemas import signals, subjects
 from ..schemas.decode import KvHandoff, KvReference
 from ..schemas.errors import AnswerDiverged, HandoffRefused, JetwakeError, RequestEnded
 from ..schemas.headers import request_headers
@@ -20,6 +22,7 @@ from ..schemas.prefill import PrefillJob
 from ..schemas.workers import WorkerCard
 from .answer import Answer, finished
 from .continuing import Continuing
+from .counting import count_prefill, prompt_facts
 from .engine import Engine, Prefilled
 from .leases import HeldHandoffs
 from .legs import leg_of
@@ -74,13 +77,20 @@ class PrefillConsumer:
             return
         async with self._work.holding(request, delivery.sequence, job.new_tokens) as prefilling:
             try:
-                async with self._in_flight.guard(request, "prefill"):
-                    self._continuing.begin(request)
-                    given = (await self._continuing.given(request)).tokens
-                    prefilled = await self._engine.prefill(leg_of(request, forced_tokens=given[:4]))
+                with Leg(signals.PREFILL_SPAN, request, self._card.worker, self._clock.now_ns, request.times.routed_ns) as leg:
+                    async with self._in_flight.guard(request, "prefill"):
+                        self._continuing.begin(request)
+                        given = (await self._continuing.given(request)).tokens
+                        prefilled = await self._engine.prefill(leg_of(request, forced_tokens=given[:4]))
+                    if leg.wanted:
+                        leg.attributes |= prompt_facts(job, prefilled.cached_tokens)
                 prefilling.measured(request.prompt_length_tokens - prefilled.cached_tokens)
                 now_ns = self._clock.now_ns()
                 request = request.stamped(prefilled_ns=now_ns, first_token_ns=request.times.first_token_ns or now_ns)
+                count_prefill(job, prefilled.cached_tokens)
+                if not given:
+                    instruments.add(signals.ANSWER_TOKENS, 1, request.model)
+                instruments.record_stages(request.model, request.moments, "prefill_queue", "prefill")
                 await self._pass_on(job.model_copy(update={"request": request}), prefilled, given)
                 self._continuing.done(request)
             except HandoffRefused as error:

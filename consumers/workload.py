@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from ..pipeline import instruments
 from ..pipeline.publish import Publisher
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.errors import EngineDead
 from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard, WorkerLoad
@@ -141,8 +142,25 @@ class LoadReporter:
         """Tells the load as soon as it changed, and once a second anyway, until cancelled."""
         while True:
             self._changed.clear()
-            await self._publisher.send(subjects.load(self._card.worker), self.load())
+            load = self.load()
+            self._show(load)
+            await self._publisher.send(subjects.load(self._card.worker), load)
             await asyncio.sleep(REPORT_AT_MOST_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_AT_LEAST_EVERY_S):
                     await self._changed.wait()
+
+    def _show(self, load: WorkerLoad) -> None:
+        if not instruments.are_read():
+            return
+        stats = self._engine.stats()
+        for metric, value in (
+            (signals.WORKER_FREE_SLOTS, load.free_slots),
+            (signals.WORKER_RUNNING, load.running_requests),
+            (signals.WORKER_FREE_BLOCKS, stats.capacity_blocks - stats.used_blocks),
+            (signals.WORKER_USED_BLOCKS, stats.used_blocks),
+            (signals.WORKER_HELD_BLOCKS, load.held_blocks),
+            (signals.WORKER_HELD_HANDOFFS, load.held_handoffs),
+            (signals.WORKER_STEP_AGE, stats.last_step_age_s),
+        ):
+            instruments.show(metric, value, self._card.worker, self._card.role)

@@ -27,6 +27,7 @@ from ..producers.index_feed import IndexFeed
 from ..producers.policies import make_policy
 from ..producers.prefix_index import PrefixIndex
 from ..producers.queue_endings import QueueEndings
+from ..producers.queue_gauges import QueueGauges
 from ..producers.rebalance import Rebalancer
 from ..producers.router import Router
 from ..producers.silent_workers import SilenceAlarm
@@ -162,7 +163,8 @@ async def run_router(
 
         queue_endings = QueueEndings(pipe.bus, router, pipe.endings, pipe.in_flight)
         alarm = StandingQueuesAlarm(pipe.bus, pipe.registry, router.loads)
-        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), takeover.run(), alarm.run(), route()]
+        gauges = QueueGauges(pipe.bus, pipe.clock)
+        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), gauges.run(), takeover.run(), alarm.run(), route()]
         if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
             loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
         await run_until(stopping, loops, drain)

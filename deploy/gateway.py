@@ -36,6 +36,7 @@ async def run_gateway(
     stopping: asyncio.Event,
     on_ready: Callable[[str, str], None] = lambda url, admin_url: None,
     health: HealthTeller | None = None,
+    metrics_text: Callable[[], bytes] = bytes,
 ) -> None:
     """Serves until `stopping` is set; then lets its answers end. `on_ready` hears the public and the admin URL."""
     # A client with a timeout of its own is better served by a soon refusal than by a late acceptance.
@@ -64,7 +65,7 @@ async def run_gateway(
         kept = KeptStreams(bus, publisher, inbox, settings.resume_grace_s) if settings.resume_grace_s else None
         dashboard = Dashboard(broker)
         page = for_loopback(dashboard.app) if is_loopback(settings.admin_host) else dashboard.app
-        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept, page)
+        server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept, page, metrics_text)
         await server.open()
         if server.app is not None:
             batches.start(server.app, server.names, server.own_headers)

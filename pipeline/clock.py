@@ -11,8 +11,10 @@ import time
 from datetime import UTC, datetime
 from typing import Protocol
 
+from ..schemas import signals
 from ..schemas.errors import BusError, BusRejected
 from ..schemas.streams import REQUESTS
+from . import instruments
 from .connection import Bus
 from .jetstream import api
 
@@ -89,6 +91,7 @@ async def _sample(bus: Bus) -> tuple[int, int]:
     sent = time.monotonic_ns()
     stamp = timestamp_ns(str((await api(bus, f"STREAM.INFO.{REQUESTS.name}")).get("ts", "")))
     received = time.monotonic_ns()
+    instruments.record(signals.BUS_ROUND_TRIP, (received - sent) / 1e9)
     return received - sent, stamp - (sent + received) // 2
 
 

@@ -3,7 +3,7 @@
 Writes terminals (through `pipeline.terminals`), dead letters, and requests with a higher attempt to `jw.requests.again.<class>`.
 """
 
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.codec import encode
 from ..schemas.errors import (
     DeadlineExceeded,
@@ -17,6 +17,7 @@ from ..schemas.errors import (
 )
 from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
+from . import instruments, tracing
 from .publish import Publisher
 from .submit import cancel_earlier, store_again
 from .terminals import Terminals
@@ -87,11 +88,15 @@ class Endings:
         if is_fault and worker and worker not in request.failed_workers:
             changes["failed_workers"] = [*request.failed_workers, worker]
         tried = request.model_copy(update=changes)
+        now_ns = self._terminals.now_ns()
+        begun_ns = request.times.again_ns or request.submitted_ns
+        tracing.record(signals.ATTEMPT_SPAN, request, worker, begun_ns, now_ns, error=error)
         if tried.failures >= MAX_FAILURES:
             await self._give_up(tried, error)
             return
-        following = tried.model_copy(update={"attempt": request.attempt + 1, "times": request.times.anew(self._terminals.now_ns())})
+        following = tried.model_copy(update={"attempt": request.attempt + 1, "times": request.times.anew(now_ns)})
         await store_again(self._publisher, following)
+        instruments.add(signals.REQUESTS_RETRIED, 1, error.code, "true" if is_fault else "false")
         await cancel_earlier(self._publisher, following, str(error))
 
     async def _give_up(self, request: InferenceRequest, error: JetwakeError) -> None:

@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..schemas import signals
 from ..schemas.codec import Message, encode
 from ..schemas.errors import BrokerUnavailable, SequenceConflict, StreamMissing
 from ..schemas.subjects import EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER, MESSAGE_ID_HEADER
+from . import instruments
 from .backoff import backoff_s
 from .connection import Bus
 from .jetstream import SEQUENCE_HEADER, TTL_HEADER, newest_message, parse_json, refused
@@ -82,7 +84,9 @@ class Publisher:
         while True:
             try:
                 answer = await self._bus.request(subject, payload, headers)
-                return await self._judge(answer, subject, headers, unsure)
+                stored = await self._judge(answer, subject, headers, unsure)
+                instruments.record(signals.BUS_STORE_DURATION, clock() - started)
+                return stored
             except BrokerUnavailable:
                 unsure, patience_s = True, self._bus.settings.publish_deadline_s
                 if clock() - started >= patience_s:

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.codec import decode, encode
 from ..schemas.errors import BrokerUnavailable, BusError, PayloadTooLarge, RequestSuperseded, SequenceConflict
 from ..schemas.events import request_ended
 from ..schemas.replies import AnyTerminal, DeadLetter, Failed, Fence, Outcome
 from ..schemas.requests import InferenceRequest
 from ..schemas.streams import RESULTS
+from . import instruments
 from .clock import Clock
 from .connection import Bus
 from .jetstream import SEQUENCE_HEADER, newest_message
@@ -79,6 +80,8 @@ class Terminals:
             if isinstance(before, Claimed):
                 await self._tell_live(subjects.reply(request.gateway, request.request_id), encode(candidate))
                 await self._tell_event(request, candidate)
+                code = candidate.code if isinstance(candidate, Failed) else ""
+                instruments.add(signals.REQUESTS_ENDED, 1, candidate.type, code)
             return isinstance(before, Claimed)
         raise PayloadTooLarge(f"not even a failed terminal for {request.request_id} fits into a message")
 
@@ -140,6 +143,7 @@ class Terminals:
         if letter.dead_ns == 0:
             letter = letter.model_copy(update={"dead_ns": self._clock.now_ns()})
         subject = subjects.dead(letter.stage)
+        instruments.add(signals.DEAD_LETTERS, 1, letter.stage)
         self._written += 1
         message_id = f"{self._writer}:dead:{self._written}"
         try:

@@ -120,7 +120,7 @@ async def purge(bus: Bus, stream: str, subjects: str) -> int:
 
 async def durables(bus: Bus, stream: str) -> list[str]:
     """The names of a stream's consumers; a stream that is not there has none."""
-    return [str(consumer["name"]) for consumer in await _consumers(bus, stream)]
+    return [str(consumer["name"]) for consumer in await consumers_of(bus, stream)]
 
 
 async def consumer_count(bus: Bus, spec: ConsumerSpec) -> QueueCount | None:
@@ -146,7 +146,7 @@ async def consumer_counts(bus: Bus) -> dict[str, QueueCount]:
     """By filter subject, for every consumer of the three work queues. A stream that is not there has none."""
     counts: dict[str, QueueCount] = {}
     for stream in (REQUESTS.name, PREFILL.name, HANDOFF.name):
-        for consumer in await _consumers(bus, stream):
+        for consumer in await consumers_of(bus, stream):
             subject = str(consumer["config"].get("filter_subject", ""))
             counts[subject] = _count(consumer)
     return counts
@@ -207,7 +207,8 @@ async def _stream_names(bus: Bus) -> list[str]:
             return names
 
 
-async def _consumers(bus: Bus, stream: str) -> list[Json]:
+async def consumers_of(bus: Bus, stream: str) -> list[Json]:
+    """What the broker says of each consumer of a stream; one that is not there has none."""
     found: list[Json] = []
     while True:
         page = await _info(bus, f"CONSUMER.LIST.{stream}", {"offset": len(found)})

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
 from ..pipeline.checkpoints import announce
@@ -28,17 +29,20 @@ from ..pipeline.registry import ModelCatalogue
 from ..pipeline.replies import ReplyInbox, ReplyStream
 from ..pipeline.settings import BrokerSettings
 from ..pipeline.submit import cancel_request, store_request
+from ..pipeline.tracing import Root
 from ..schemas import subjects
 from ..schemas.codec import decode, encode, first_complaint
 from ..schemas.errors import (
     BrokerUnavailable,
     BusError,
     InvalidRequest,
+    JetwakeError,
     NoWorker,
     Overloaded,
     StreamMissing,
     UnknownModel,
 )
+from ..schemas.replies import AnyTerminal
 from ..schemas.requests import InferenceRequest, PriorityClass, Sampling
 from ..schemas.routing import Explain, Explanation
 from ..schemas.timeline import Timeline
@@ -47,6 +51,7 @@ from ..schemas.workers import ModelCard
 from .admission import admit
 from .overload import OverloadEstimate
 from .reading import Answer, Piece, Reading
+from .root_ends import end_root
 from .text import ChatMessage, TextCodec, TextStream, load_text_codec
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -57,16 +62,20 @@ DEFAULT_MAX_TOKENS = 256
 class Submitted(Reading):
     """A request on its way. Iterate it for the pieces as they come; `answer` waits for the end."""
 
-    def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream) -> None:
+    def __init__(self, client: "Client", request: InferenceRequest, replies: ReplyStream, text: TextStream, root: Root) -> None:
         super().__init__(replies, text, client.now_ns)
         self.request = request
         self._client = client
+        self._root = root
 
     async def cancel(self) -> None:
         await self._client.cancel(self.request_id)
 
     async def abandon(self) -> None:
         await self.cancel()
+
+    def left(self, terminal: AnyTerminal | None) -> None:
+        end_root(self._root, terminal)
 
 
 class Client:
@@ -242,19 +251,23 @@ class Client:
         return TextStream(codec, sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens)
 
     async def _publish(self, request: InferenceRequest, text: TextStream) -> Submitted:
+        root = Root(self.now_ns, request.times.received_ns or self.now_ns(), SpanKind.CLIENT)
+        request = root.carried_by(request)
         replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
         sent_s = time.perf_counter()
         try:
             await store_request(self._publisher, request)
         except Overloaded as error:
             replies.close()
+            root.end(error_code=error.code, error_text=str(error))
             wait_s = await self._overload.retry_after_s()
             raise Overloaded(f"try again in {wait_s:.0f} s: {error}", wait_s) from error
-        except BaseException:
+        except BaseException as error:
             replies.close()
+            root.end(error_code=error.code if isinstance(error, JetwakeError) else JetwakeError.code, error_text=str(error))
             raise
         await announce(self._publisher, request)
-        submitted = Submitted(self, request, replies, text)
+        submitted = Submitted(self, request, replies, text, root)
         submitted.sent_s = sent_s
         return submitted
 

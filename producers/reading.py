@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..pipeline.replies import ReplyStream
 from ..schemas.errors import AnswerDiverged, DeadlineExceeded, RequestCancelled, RequestFailed
-from ..schemas.replies import Cancelled, Expired, Failed, Finished, PositionLogprobs, TokenChunk
+from ..schemas.replies import AnyTerminal, Cancelled, Expired, Failed, Finished, PositionLogprobs, TokenChunk
 from ..schemas.timeline import stages
 from ..schemas.tokens import unpack_tokens
 from .text import TextStream
@@ -85,6 +85,7 @@ class Reading:
         return self._answer
 
     async def __aiter__(self) -> AsyncGenerator[Piece]:
+        terminal: AnyTerminal | None = None
         try:
             async for reply in self._replies:
                 if isinstance(reply, TokenChunk):
@@ -95,12 +96,17 @@ class Reading:
                         await self.abandon()
                     if rest := self._text.finish():
                         yield Piece(rest, [])
+                    terminal = reply
                     self._answer = self._end(reply)
         finally:
             self._replies.close()
+            self.left(terminal)
 
     async def abandon(self) -> None:
         """For this reader the answer is broken. Whoever only reads along leaves it to those who asked."""
+
+    def left(self, terminal: AnyTerminal | None) -> None:
+        """Nobody reads on. `terminal`: how the request ended, as far as this reader heard."""
 
     def _piece(self, chunk: TokenChunk) -> Piece | None:
         """None for tokens before the offset: they only make the text before it."""

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ..pipeline import instruments, tracing
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus, RawMessage
@@ -19,7 +20,7 @@ from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
 from ..pipeline.publish import Publisher
 from ..pipeline.registry import Registry
-from ..schemas import subjects
+from ..schemas import signals, subjects
 from ..schemas.blocks import block_hashes, pack_hashes, root_hash, unpack_hashes
 from ..schemas.codec import decode
 from ..schemas.errors import InvalidRequest, JetwakeError, NoWorker, Overloaded, RequestEnded, StreamFull, Undecodable, UnknownModel
@@ -30,6 +31,7 @@ from ..schemas.routing import ConsideredLane, Explanation, Routed, RouterHere
 from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
 from .batch_share import IDLE_S, LATELY_S, decode_has_room, startable
+from .decision_signals import decision_facts, traced
 from .fleet import Candidate, Fleet
 from .lane_ledger import Booking, LaneLedger
 from .policies import Decision, KvAware, Policy, Query, describe
@@ -123,25 +125,29 @@ class Router:
         return all(self._full_until_s.get(card.model, 0.0) > now_s for card in self._registry.workers.values())
 
     async def handle(self, delivery: Delivery[InferenceRequest]) -> None:
-        request = delivery.message.stamped(taken_ns=self._clock.now_ns())
+        request = traced(delivery.message, delivery.headers).stamped(taken_ns=self._clock.now_ns())
         is_batch = request.priority_class == "batch"
         self._in_hand += 1
         self._batch_in_hand += is_batch
+        instruments.show(signals.ROUTER_IN_HAND, self._in_hand)
         self._interactive_since_batch = 0 if is_batch else self._interactive_since_batch + 1
         if not is_batch:
             self._interactive_s = time.monotonic()
         try:
-            if request.attempt == 1 and subjects.is_again(delivery.subject):
-                raise InvalidRequest("a request that is handed back must be a later attempt: whoever holds no request may not send one so")
-            self._in_flight.check(request, "routing")
-            card = await self._model_card(request.model)
-            admit(request, card)
-            await self._route(self._case(request, card))
+            put_ns = request.times.again_ns or request.submitted_ns
+            with tracing.Leg(signals.ROUTE_SPAN, request, self._name, self._clock.now_ns, put_ns) as leg:
+                if request.attempt == 1 and subjects.is_again(delivery.subject):
+                    raise InvalidRequest("a request that is handed back must be a later attempt: whoever holds no request may not send one so")
+                self._in_flight.check(request, "routing")
+                card = await self._model_card(request.model)
+                admit(request, card)
+                await self._route(self._case(request, card), leg)
         except RequestEnded as ending:
             await self._endings.ended_early(request, ending)
         finally:
             self._in_hand -= 1
             self._batch_in_hand -= is_batch
+            instruments.show(signals.ROUTER_IN_HAND, self._in_hand)
 
     async def fail(self, delivery: Delivery[InferenceRequest], error: JetwakeError) -> None:
         await self._endings.failed(delivery.message, error)
@@ -198,6 +204,7 @@ class Router:
             raise NoWorker(f"no worker for {request.model} is ready with a compatible peer")
         if request.failed_workers:
             choice = tuple(candidate for candidate in choice if candidate.worker not in request.failed_workers) or choice
+        began_s = time.perf_counter()
         root = root_hash(request.model, request.lora, request.cache_salt)
         hashes = block_hashes(request.prompt_tokens, card.block_size_tokens, root)
         query = Query(
@@ -207,12 +214,13 @@ class Router:
             self._index.match(hashes, time.monotonic()),
             self._session_lanes.get(session_key(request), ""),
         )
+        instruments.record(signals.ROUTER_LOOKUP_DURATION, time.perf_counter() - began_s)
         return Case(request, hashes, query, choice, time.monotonic())
 
     def _candidates(self, model: str) -> tuple[Candidate, ...]:
         return self._fleet.candidates(model, self._registry.workers, direct=self._direct)
 
-    async def _route(self, case: Case) -> None:
+    async def _route(self, case: Case, leg: tracing.Leg) -> None:
         turn = await self._turn(case)
         case, decision, booking = turn.case, turn.decision, turn.booking
         try:
@@ -233,6 +241,7 @@ class Router:
                 booking = self._book(case, decision)
             else:
                 self._remember(case, decision, sequence)
+                self._tell(case, decision, leg)
                 return
         self._full_until_s[case.request.model] = time.monotonic() + HOLD_S
         raise Overloaded(f"the queues of all workers for {case.request.model} are full")
@@ -292,6 +301,13 @@ class Router:
             self._session_lanes.move_to_end(session_key(case.request))
             if len(self._session_lanes) > REMEMBERED_DECISIONS:
                 self._session_lanes.popitem(last=False)
+
+    def _tell(self, case: Case, decision: Decision, leg: tracing.Leg) -> None:
+        model = case.request.model
+        instruments.add(signals.ROUTER_DECISIONS, 1, self._policy_name, model)
+        instruments.record_stages(model, case.request.moments, "accept", "earlier_attempts", "queue", "routing")
+        if leg.wanted:
+            leg.events.append((signals.DECISION_EVENT, decision_facts(self._explanation(case, decision))))
 
     def _explanation(self, case: Case, decision: Decision) -> Explanation:
         by_score = sorted(case.choice, key=lambda candidate: decision.scores.get(candidate.lane, float("inf")))

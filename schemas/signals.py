@@ -88,7 +88,7 @@ FAULT = Label("fault", "whether it counts as a failure of the request", ("true",
 LETTER_STAGE = Label(
     "stage",
     "where it could not be processed",
-    ("routing", "prefill", "decode", "aggregated", "takeover", "drain", "attempts", "jobs", "batches"),
+    ("routing", "prefill", "decode", "aggregated", "takeover", "drain", "attempts", "openai-jobs", "batches"),
 )
 ROUTE = Label("route", "a path that the gateway serves, or other")
 STATUS = Label("status", "the HTTP status; 499: the client left first")

@@ -202,6 +202,29 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class Metrics:
+    """Where a process serves its metrics; the fields are options."""
+
+    metrics_port: Annotated[
+        int | None, typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics; 0: any free port.")
+    ] = None
+    metrics_host: Annotated[str, typer.Option("--metrics-host", help="Address of that port.")] = "127.0.0.1"
+
+    @contextmanager
+    def served(self, role: str, name: str) -> Generator[None]:
+        """And whatever `OTEL_*` variables ask for. Raises SetupError."""
+        from ...pipeline.telemetry import telemetry
+
+        with telemetry(role, name, self.metrics_port, self.metrics_host) as told:
+            if told.url:
+                say(f"metrics on {told.url}")
+            yield
+
+
+takes_metrics = takes("metrics", Metrics)
+
+
 def start_logging() -> None:
     import logging
 

@@ -51,6 +51,7 @@ def gateway(
     """
 
     async def body() -> None:
+        from ...pipeline.telemetry import telemetry
         from ...producers.gateway.settings import GatewaySettings
         from ..demo_model import fetch
         from ..gateway import run_gateway
@@ -90,7 +91,9 @@ def gateway(
             print(f"ready {url}", flush=True)
 
         health = HealthTeller(settings.name, health_file)
-        async with health.telling():
-            await run_gateway(settings, broker.settings(), topology_settings(limit), stop_on_signals(), say_ready, health)
+        with telemetry("gateway", settings.name, keeps_text=True) as told:
+            async with health.telling():
+                broker_settings, topology = broker.settings(), topology_settings(limit)
+                await run_gateway(settings, broker_settings, topology, stop_on_signals(), say_ready, health, told.metrics_text)
 
     run(body, loop_factory=fast_loop())

@@ -11,6 +11,7 @@ from .common import (
     EngineOptions,
     HealthFile,
     Limits,
+    Metrics,
     Model,
     Policy,
     RouterOptions,
@@ -21,6 +22,7 @@ from .common import (
     start_logging,
     stop_on_signals,
     takes_broker,
+    takes_metrics,
     topology_settings,
 )
 from .configured import configured
@@ -33,8 +35,10 @@ app = typer.Typer()
 
 @app.command()
 @takes_broker
+@takes_metrics
 def router(
     broker: Broker,
+    metrics: Metrics,
     name: Annotated[str, typer.Option(help="This router's name; auto: router and the machine's name.")] = "router-1",
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
@@ -52,16 +56,19 @@ def router(
         start_logging()
         settings = router_settings(name_of(name, "router"), policy, router_option or [], configured("router"))
         health = HealthTeller(settings.name, health_file)
-        async with health.telling():
-            await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
+        with metrics.served("router", settings.name):
+            async with health.telling():
+                await run_router(settings, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
     run(body, loop_factory=fast_loop())
 
 
 def worker_command(role: "Role") -> Callable[..., None]:
     @takes_broker
+    @takes_metrics
     def command(
         broker: Broker,
+        metrics: Metrics,
         name: Annotated[
             str, typer.Option(help="This worker's name, unique in the fleet; auto: the role and the machine's name.")
         ] = f"{role}-1",
@@ -87,8 +94,9 @@ def worker_command(role: "Role") -> Callable[..., None]:
             options = configured(engine) | parse_options(engine_option or [], "--engine-option")
             made = make_engine(engine, model, served_model_name, options)
             health = HealthTeller(settings.name, health_file)
-            async with health.telling():
-                await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)
+            with metrics.served(role, settings.name):
+                async with health.telling():
+                    await run_worker(settings, made, broker.settings(), topology_settings(limit), stop_on_signals(), health)
 
         run(body, loop_factory=fast_loop())
 

@@ -1,10 +1,10 @@
 """The admin port: metrics, and whether this gateway lives and can serve. Apart from the public port, and on loopback by default."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from .front import App, Message, Receive, Scope, Send
-from .metrics import GatewayMetrics
 from .submission import Submitter
 
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
@@ -14,10 +14,10 @@ _JSON = b"application/json"
 class Admin:
     """`/metrics`; `/health`: the process lives; `/ready`: a request would be taken now. `dashboard`: what answers below `/dashboard`."""
 
-    def __init__(self, submitter: Submitter, metrics: GatewayMetrics, dashboard: App | None = None) -> None:
+    def __init__(self, submitter: Submitter, metrics_text: Callable[[], bytes], dashboard: App | None = None) -> None:
         self._dashboard = dashboard
         self._submitter = submitter
-        self._metrics = metrics
+        self._metrics_text = metrics_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._dashboard is not None and (scope["path"] + "/").startswith("/dashboard/"):
@@ -31,7 +31,7 @@ class Admin:
 
     def _page(self, path: str) -> tuple[int, bytes, bytes]:
         if path == "/metrics":
-            return 200, _TEXT, self._metrics.text()
+            return 200, _TEXT, self._metrics_text()
         if path == "/health":
             return 200, _JSON, _json({"status": "ok", "model": self._submitter.model.model})
         if path == "/ready":

@@ -20,6 +20,7 @@ from ...schemas.tokens import token_count
 from .choice import Choice
 from .exchange import Exchange, Replies
 from .kept_streams import KeptStreams
+from .metrics import Watched
 from .positions import cut
 from .stream_start import look_back_less
 from .streaming import Streaming
@@ -93,7 +94,7 @@ class Answers:
 
     async def _answer(self, number: int, begun: asyncio.Event | None = None) -> AsyncGenerator[RequestOutput, None]:
         request, choice = self._requests[number], self._choices[number]
-        self._streams[number] = replies = await self._ask(request)
+        self._streams[number] = replies = Watched(await self._ask(request), request.model, self._submitter.at_ns(1) - 1)
         if self._streaming is not None:
             async for output in self._numbered(request, choice, replies, self._streaming):
                 yield output

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from opentelemetry.trace import SpanKind
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, VLLMClientError
@@ -22,7 +23,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from ...schemas.errors import BrokerUnavailable, JetwakeError
+from ...pipeline.tracing import Root
+from ...schemas.errors import BrokerUnavailable, JetwakeError, RequestCancelled, RequestRefused
 from ...schemas.requests import InferenceRequest
 from ...schemas.timeline import Timeline
 from ...schemas.tokens import pack_tokens
@@ -93,6 +95,8 @@ class BusEngine(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         exchange = current()
         answer = Answers(self._submitter, self._processor, exchange, self._kept)
+        requests: list[InferenceRequest] = []
+        code = RequestCancelled.code
         try:
             core = self._core_request(prompt, sampling_params, request_id, lora_request, tokenization_kwargs)
             text = prompt_text or extract_prompt_components(self.model_config, prompt).text
@@ -100,13 +104,13 @@ class BusEngine(EngineClient):
             self._note_kind(exchange, sampling_params)
             answer.take_quota(requests)
             answer.prepare(core, text, requests)
-            self._metrics.submitted(requests[0].prompt_length_tokens)
             async for output in answer.outputs():
                 if not exchange.answering:
                     exchange.answering = True
                     if requests[0].priority_class != "batch":  # nobody waits for their first token
-                        self._metrics.first_token(requests[0].submitted_ns, self._submitter.now_ns(), output.num_cached_tokens or 0)
+                        self._metrics.first_token(requests[0].model, exchange.begun_monotonic_ns)
                 yield output
+            code = ""
         except JetwakeError as error:
             self._refuse(exchange, error)
         except (VLLMClientError, ValueError, TypeError) as error:
@@ -114,7 +118,10 @@ class BusEngine(EngineClient):
             exchange.failure = exchange.failure or Failure(400, "invalid_request", str(error), param=param)
             raise NotServed(exchange.failure) from error
         finally:
-            self._metrics.generated(answer.close())
+            given_tokens = answer.close()
+            if requests:
+                code = exchange.failure.code if exchange.failure is not None else code
+                self._metrics.ended(requests[0].model, exchange.begun_monotonic_ns, requests[0].prompt_length_tokens, given_tokens, code)
 
     def _note_kind(self, exchange: Exchange, params: SamplingParams) -> None:
         """Only a stream of one answer can be resumed. Raises NotResumable."""
@@ -169,6 +176,9 @@ class BusEngine(EngineClient):
             cancel_when_unread=exchange.job is None,
         )
         self._submitter.check(first)
+        if exchange.root is None:
+            exchange.root = Root(self._submitter.now_ns, first.times.received_ns, SpanKind.SERVER, exchange.trace_headers)
+        first = exchange.root.carried_by(first)
         requests = [first]
         for number in range(1, params.n):
             seed = None if params.seed is None else params.seed + number
@@ -183,6 +193,8 @@ class BusEngine(EngineClient):
         return now_ns + min(wanted_ns, self._timeout_ns)
 
     def _refuse(self, exchange: Exchange, error: JetwakeError) -> NoReturn:
+        if isinstance(error, RequestRefused) and not exchange.answering:
+            self._metrics.refused(error.code)
         exchange.failure = exchange.failure or failure_of(error, self._submitter.retry_after_s)
         raise NotServed(exchange.failure) from error
 

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from ...pipeline.tracing import Root
 from ...schemas.replies import AnyTerminal, TokenChunk
 from ...schemas.requests import InferenceRequest, PriorityClass
 from .failures import Failure
@@ -82,7 +83,8 @@ class Exchange:
 
     `answering`: the first tokens are there, so the response is a success so far. `cache_salt`, `tenant`, `grant` and `priority_class`
     are decided by whoever admits the request, never by its body. `admitted`: they are, as whoever made this says. `job`: it is part of
-    something that outlives this process. `streaming`: should it be streamed, it can be resumed.
+    something that outlives this process. `streaming`: should it be streamed, it can be resumed. `trace_headers`: the trace that whoever
+    asks is in. `root`: the trace of what became of it, once something has.
     """
 
     request_id: str = field(default_factory=new_request_id)
@@ -100,6 +102,8 @@ class Exchange:
     timeout_s: float | None = None
     job: "Job | None" = None
     streaming: "Streaming | None" = None
+    trace_headers: dict[str, str] = field(default_factory=dict[str, str])
+    root: Root | None = None
 
     def next_request_id(self) -> str:
         """One HTTP request may need several of ours: several prompts, n answers. The first has the exchange's own id."""

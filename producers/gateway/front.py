@@ -32,6 +32,8 @@ CLIENT_ID_HEADER = b"x-request-id"
 REQUEST_ID_HEADER = b"x-jetwake-request-id"
 METADATA_HEADER = b"x-jetwake-metadata"
 _HIDDEN_HEADERS = frozenset({CLIENT_ID_HEADER, b"x-data-parallel-rank"})
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
+CLIENT_LEFT = Failure(499, "cancelled", "the client left")
 _DROPPED_HEADERS = frozenset({b"content-length", CLIENT_ID_HEADER})
 
 
@@ -72,7 +74,7 @@ class Front:
         response = Response(send, exchange, scope["path"], self._settings.keep_alive_s)
         route = self._route(scope["path"])
         started_s = asyncio.get_running_loop().time()
-        self._metrics.open.inc()
+        self._metrics.opened()
         is_of_others = not exchange.admitted
         self.open_of_others += is_of_others
         try:
@@ -80,8 +82,10 @@ class Front:
         finally:
             response.close()
             self.open_of_others -= is_of_others
-            self._metrics.open.dec()
-            self._metrics.ended(route, response.status, asyncio.get_running_loop().time() - started_s)
+            self._metrics.closed(route, response.status, asyncio.get_running_loop().time() - started_s)
+            if exchange.root is not None:
+                failure = exchange.failure or (CLIENT_LEFT if response.status == CLIENT_LEFT.status else None)
+                exchange.root.end({}, failure.code if failure else "", failure.text if failure else "")
 
     def _route(self, path: str) -> str:
         if path in self._routes:
@@ -92,6 +96,9 @@ class Front:
         """vLLM uses the client's id as the base of its own; it gets ours instead."""
         given = next((value for name, value in scope["headers"] if name == CLIENT_ID_HEADER), None)
         exchange: Exchange = scope.get(EXCHANGE_KEY) or Exchange()
+        exchange.trace_headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
+        }
         exchange.client_id = clean_client_id(given.decode("latin-1")) if given is not None else None
         headers = [(name, value) for name, value in scope["headers"] if name not in _HIDDEN_HEADERS]
         headers.append((CLIENT_ID_HEADER, exchange.request_id.encode()))
@@ -102,6 +109,7 @@ class Front:
         refusal = None if admitted else self._gate.admit(exchanges.current(), scope["headers"])
         refusal = refusal or _take_metadata(exchanges.current(), scope["headers"])
         if refusal is not None:
+            self._metrics.refused(refusal.code)
             await response.fail(refusal)
             return
         try:

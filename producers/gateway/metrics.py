@@ -1,39 +1,85 @@
-"""What a gateway counts, for Prometheus. Label sets are small and fixed: no name from a client becomes a label."""
+"""What a gateway counts and measures. No name from a client becomes a label; all that is kept of one is its model, when it is ours."""
 
-from typing import Any
+import time
+from collections.abc import AsyncIterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from ...pipeline import instruments
+from ...schemas import signals
+from ...schemas.replies import AnyTerminal, TokenChunk
+from ...schemas.tokens import token_count
+from .exchange import Replies
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GEN_AI = (signals.OPERATION.values[0], signals.PROVIDER.values[0])
 
 
 class GatewayMetrics:
+    """For the responses of one process."""
+
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        made: dict[str, Any] = {"registry": self._registry}
-        self.open = Gauge("jetwake_gateway_open_responses", "HTTP responses that have not ended", **made)
-        self._ended = Counter("jetwake_gateway_responses_total", "HTTP responses by route and status", ["route", "status"], **made)
-        self._seconds = Histogram("jetwake_gateway_response_seconds", "From request to the end of its response", buckets=_SECONDS, **made)
-        self._first = Histogram(
-            "jetwake_gateway_time_to_first_token_seconds", "From submitting to the first token", buckets=_SECONDS, **made
-        )
-        self._prompt = Counter("jetwake_gateway_prompt_tokens_total", "Prompt tokens of submitted requests", **made)
-        self._cached = Counter("jetwake_gateway_cached_tokens_total", "Prompt tokens that prefill found in its cache", **made)
-        self._generated = Counter("jetwake_gateway_generated_tokens_total", "Output tokens given to clients", **made)
+        self._open = 0
 
-    def submitted(self, prompt_tokens: int) -> None:
-        self._prompt.inc(prompt_tokens)
+    def opened(self) -> None:
+        self._open += 1
+        instruments.show(signals.GATEWAY_OPEN_RESPONSES, self._open)
 
-    def first_token(self, submitted_ns: int, now_ns: int, cached_tokens: int) -> None:
-        self._first.observe(max(0.0, (now_ns - submitted_ns) / 1e9))
-        self._cached.inc(cached_tokens)
+    def closed(self, route: str, status: int, duration_s: float) -> None:
+        self._open -= 1
+        instruments.show(signals.GATEWAY_OPEN_RESPONSES, self._open)
+        instruments.add(signals.GATEWAY_RESPONSES, 1, route, str(status))
+        instruments.record(signals.GATEWAY_RESPONSE_DURATION, duration_s)
 
-    def generated(self, tokens: int) -> None:
-        self._generated.inc(tokens)
+    def refused(self, code: str) -> None:
+        instruments.add(signals.REQUESTS_REFUSED, 1, code)
 
-    def ended(self, route: str, status: int, seconds: float) -> None:
-        self._ended.labels(route, str(status)).inc()
-        self._seconds.observe(seconds)
+    def first_token(self, model: str, begun_monotonic_ns: int) -> None:
+        instruments.record(signals.TIME_TO_FIRST_TOKEN, _since_s(begun_monotonic_ns), *_GEN_AI, model)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def ended(self, model: str, begun_monotonic_ns: int, prompt_tokens: int, given_tokens: int, code: str) -> None:
+        """The answers of one prompt."""
+        instruments.record(signals.REQUEST_DURATION, _since_s(begun_monotonic_ns), *_GEN_AI, model, code)
+        instruments.record(signals.TOKEN_USAGE, prompt_tokens, *_GEN_AI, model, "input")
+        instruments.record(signals.TOKEN_USAGE, given_tokens, *_GEN_AI, model, "output")
+
+
+def _since_s(begun_monotonic_ns: int) -> float:
+    return (time.monotonic_ns() - begun_monotonic_ns) / 1e9
+
+
+class Watched:
+    """Replies on their way to a client: they pass, and their times are noted. `ahead_ns`: server time less this machine's clock."""
+
+    def __init__(self, replies: Replies, model: str, ahead_ns: int) -> None:
+        self.request_id = replies.request_id
+        self._replies = replies
+        self._model = model
+        self._ahead_ns = ahead_ns
+        self._first_ns = self._last_ns = self._tokens = 0
+
+    def close(self) -> None:
+        self._replies.close()
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk | AnyTerminal]:
+        async for reply in self._replies:
+            if not isinstance(reply, TokenChunk):
+                self._ended(reply)
+            elif new := token_count(reply.tokens):
+                self._given(new)
+            yield reply
+
+    def _given(self, new: int) -> None:
+        now_ns = time.monotonic_ns()
+        if self._last_ns:
+            instruments.record(signals.INTER_TOKEN_LATENCY, (now_ns - self._last_ns) / 1e9 / new, self._model)
+        else:
+            self._first_ns = now_ns
+        self._last_ns = now_ns
+        self._tokens += new
+
+    def _ended(self, terminal: AnyTerminal) -> None:
+        if self._tokens > 1:
+            each_s = (self._last_ns - self._first_ns) / 1e9 / (self._tokens - 1)
+            instruments.record(signals.TIME_PER_OUTPUT_TOKEN, each_s, *_GEN_AI, self._model)
+        sent_ns = terminal.times.first_token_ns
+        if self._first_ns and sent_ns:
+            delivery_s = max(0, self._first_ns + self._ahead_ns - sent_ns) / 1e9
+            instruments.record(signals.STAGE_DURATION, delivery_s, signals.DELIVERY, self._model)

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import uvicorn
@@ -48,8 +48,11 @@ class GatewayServer:
         more_routes: Sequence[Any] = (),
         kept: KeptStreams | None = None,
         dashboard: App | None = None,
+        metrics_text: Callable[[], bytes] = bytes,
     ) -> None:
-        """`more_routes`: served beside those of vLLM's application. `kept`: with it, streams can be resumed. `dashboard`: on the admin port."""
+        """`more_routes`: served beside those of vLLM's application. `kept`: with it, streams can be resumed. On the admin port: `dashboard`,
+        and `metrics_text` for Prometheus.
+        """
         self._dashboard = dashboard
         self._settings = settings
         self._more_routes = more_routes
@@ -57,6 +60,7 @@ class GatewayServer:
         self._submitter = submitter
         self._kept = kept
         self._metrics = GatewayMetrics()
+        self._metrics_text = metrics_text
         self._servers: list[tuple[_Server, socket.socket]] = []
         self._engine: BusEngine | None = None
         self.app: Front | None = None
@@ -86,7 +90,7 @@ class GatewayServer:
         paths = application.SERVED_ROUTES | {route.path for route in self._more_routes if "{" not in route.path}
         patient = settings.model_copy(update={"keep_alive_s": keep_alive_s})
         self.app = front = Front(app, patient, self._metrics, paths, self._gate, self._resuming(app))
-        side = Admin(self._submitter, self._metrics, self._dashboard)
+        side = Admin(self._submitter, self._metrics_text, self._dashboard)
         self._servers = [
             (_Server(self._config(front, args)), public),
             (_Server(uvicorn.Config(side, lifespan="off", log_level="warning", access_log=False)), admin),
