@@ -16,6 +16,7 @@ from opentelemetry import metrics, trace
 
 from ..schemas.errors import SetupError
 from ..schemas.signals import SERVICE
+from . import instruments
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -128,5 +129,6 @@ def _read_metrics(
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
+    instruments.will_be_read()
     closing.append(lambda: provider.shutdown(CLOSE_S * 1000))
     return found

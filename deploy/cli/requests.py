@@ -1,5 +1,6 @@
 """One request and what became of it: `ask`, `explain`, `status`."""
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -26,12 +27,14 @@ def ask(
     """Ask one question; the answer streams, then one line says how it was made."""
 
     async def body() -> None:
+        from ...pipeline.telemetry import telemetry
         from ..ask import ask_once, print_answer, print_json
 
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop or [], "timeout_s": timeout_s}
         if max_tokens is not None:
             options["max_tokens"] = max_tokens
-        answer = await ask_once(broker.settings(), prompt, model, options, raw=raw, show=not as_json)
+        with telemetry("client", f"ask-{os.getpid()}"):
+            answer = await ask_once(broker.settings(), prompt, model, options, raw=raw, show=not as_json)
         print_json(answer) if as_json else print_answer(answer)
 
     run(body)
