@@ -9,6 +9,7 @@ import logging
 from collections import OrderedDict
 from typing import Literal
 
+from ..pipeline.about import about
 from ..pipeline.checkpoints import checkpoint
 from ..pipeline.connection import Bus
 from ..pipeline.publish import Publisher
@@ -66,7 +67,9 @@ class Continuing:
         await self._send(request, Given())
         given = await given_before(self._bus, request, from_attempt)
         if given.tokens:
-            log.info("%s, attempt %d: goes on after %d tokens", request.request_id, request.attempt, len(given.tokens) // 4)
+            log.info(
+                "%s, attempt %d: goes on after %d tokens", request.request_id, request.attempt, len(given.tokens) // 4, extra=about(request)
+            )
             await self._send(request, given)
             await checkpoint(self._publisher, request, given.tokens)
         return given

@@ -164,7 +164,17 @@ async def run_router(
         queue_endings = QueueEndings(pipe.bus, router, pipe.endings, pipe.in_flight)
         alarm = StandingQueuesAlarm(pipe.bus, pipe.registry, router.loads)
         gauges = QueueGauges(pipe.bus, pipe.clock)
-        loops = [*pipe.loops(), desk.run(), queue_endings.run(), feed.run(), explainer.run(), gauges.run(), takeover.run(), alarm.run(), route()]
+        loops = [
+            *pipe.loops(),
+            desk.run(),
+            queue_endings.run(),
+            feed.run(),
+            explainer.run(),
+            gauges.run(),
+            takeover.run(),
+            alarm.run(),
+            route(),
+        ]
         if settings.policy == "kv_aware":  # the others are baselines, and do what their names say
             loops.append(Rebalancer(pipe.bus, router, pipe.endings).run())
         await run_until(stopping, loops, drain)

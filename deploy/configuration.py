@@ -22,7 +22,7 @@ from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..producers.batches.settings import BatchSettings
 from ..producers.gateway.settings import GatewaySettings
 from ..schemas.errors import SetupError
-from .role_settings import EngineSettings, RouterSettings, SimulatedOptions, UpSettings, WorkerSettings
+from .role_settings import EngineSettings, RouterSettings, SimulatedOptions, TelemetrySettings, UpSettings, WorkerSettings
 
 FILE_NAME = "jetwake.toml"
 FILE_VARIABLE = "JETWAKE_CONFIG"
@@ -63,6 +63,7 @@ SECTIONS = (
     Section("simulated", SimulatedOptions, "The engine of kind simulated.", _ENGINE_NAMES),
     Section("gateway", GatewaySettings, "`jetwake gateway`: the OpenAI API.", {"batches": "batches have a section of their own"}),
     Section("batches", BatchSettings, "Batches that a gateway runs."),
+    Section("telemetry", TelemetrySettings, "Metrics and logs of `jetwake router`, `prefill`, `decode`, `aggregated` and `gateway`."),
     Section("up", UpSettings, "`jetwake up`: a whole system on one machine."),
 )
 BY_NAME = {section.name: section for section in SECTIONS}

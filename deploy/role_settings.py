@@ -14,6 +14,7 @@ from ..producers.policies import DEFAULT_POLICY, KvAwareKnobs
 from ..schemas.codec import first_complaint
 from ..schemas.errors import SetupError
 from ..schemas.workers import Role
+from .log_lines import LogFormat, LogLevel
 from .options import parse_options
 
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
@@ -126,6 +127,17 @@ class UpSettings(BaseModel):
     aggregated: int = Field(default=0, ge=0, description="workers that do both")
     gateway: bool = Field(default=True, description="serve the OpenAI API")
     store: Path | None = Field(default=None, description="folder of broker data and logs, kept; else a temporary one")
+
+
+class TelemetrySettings(BaseModel):
+    """What a process tells of itself, and where. Where traces and metrics are pushed to is said by the standard OTEL_* variables."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535, description="serve Prometheus metrics there; 0: any free port")
+    metrics_host: str = Field(default="127.0.0.1", description="address of that port")
+    log_format: LogFormat = Field(default="text", description="json: one object a line")
+    log_level: LogLevel = Field(default="info", description="the least that is worth a line")
 
 
 def built(kind: type[Model], what: str, configured: Mapping[str, Any], flag: str, options: Sequence[str], /, **own: Any) -> Model:

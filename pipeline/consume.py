@@ -23,7 +23,7 @@ from .jetstream import ACK, IN_PROGRESS, TERM, delivery_facts
 from .publish import Publisher
 from .raw import RawMessage
 from .settle import NOT_NOW, Settlement, settlement
-from .settling import Held, Settler
+from .settling import Held, Settler, reply_target
 from .terminals import Terminals
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Consumer(Generic[M]):
         self._room = room
         self._fail = fail
         self._again = again
+        self._worker = worker
         self._max_deliveries = max_deliveries
         self._settler = Settler(bus, Terminals(bus, publisher, clock or WallClock()), spec, stage, worker)
         self._pull = StandingPull(bus, spec, wanted or self._all_room, self._take, declare, moved)
@@ -287,7 +288,9 @@ class Consumer(Generic[M]):
         usual = isinstance(error, NOT_NOW) or (verdict.kind == "ack" and not verdict.move)
         text = "%s: message %d, delivery %d: %s, because %s"
         facts = (self.spec.durable, held.facts.sequence, held.facts.deliveries, "moved" if verdict.move else verdict.kind, error)
-        logger.log(logging.INFO if usual else logging.WARNING, text, *facts, exc_info=_unexpected(error))
+        target = reply_target(held.raw.headers)
+        about = {"request_id": target.request_id if target else "", "worker": self._worker}
+        logger.log(logging.INFO if usual else logging.WARNING, text, *facts, exc_info=_unexpected(error), extra=about)
 
 
 async def _outcome(work: Awaitable[None]) -> Exception | None:

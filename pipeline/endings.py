@@ -3,6 +3,8 @@
 Writes terminals (through `pipeline.terminals`), dead letters, and requests with a higher attempt to `jw.requests.again.<class>`.
 """
 
+import logging
+
 from ..schemas import signals, subjects
 from ..schemas.codec import encode
 from ..schemas.errors import (
@@ -18,9 +20,12 @@ from ..schemas.errors import (
 from ..schemas.replies import Cancelled, DeadLetter, Expired, Failed
 from ..schemas.requests import InferenceRequest
 from . import instruments, tracing
+from .about import about
 from .publish import Publisher
 from .submit import cancel_earlier, store_again
 from .terminals import Terminals
+
+log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """After so many attempts that ended in a fault, the request itself is taken for the cause."""
@@ -88,6 +93,9 @@ class Endings:
         if is_fault and worker and worker not in request.failed_workers:
             changes["failed_workers"] = [*request.failed_workers, worker]
         tried = request.model_copy(update=changes)
+        words = "%s: attempt %d comes to nothing%s: %s"
+        told = (request.request_id, request.attempt, f" on {worker}" if worker else "", error)
+        log.log(logging.WARNING if is_fault else logging.INFO, words, *told, extra=about(request, worker))
         now_ns = self._terminals.now_ns()
         begun_ns = request.times.again_ns or request.submitted_ns
         tracing.record(signals.ATTEMPT_SPAN, request, worker, begun_ns, now_ns, error=error)
@@ -110,5 +118,6 @@ class Endings:
             attempts=request.attempt,
             worker=request.failed_workers[-1] if request.failed_workers else "",
         )
+        log.error("%s: given up after %d failures: %s", request.request_id, request.failures, error, extra=about(request, letter.worker))
         await self._terminals.dead_letter(letter)
         await self.failed(request, error)

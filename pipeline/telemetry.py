@@ -2,7 +2,7 @@
 
 Reads the standard `OTEL_*` environment variables: with an endpoint, traces and metrics are pushed there (OTLP over HTTP); the sampler
 is `OTEL_TRACES_SAMPLER`. With a port, metrics are served to Prometheus there. Promises: with neither, the SDK is not even imported;
-a collector that is away costs a log line, and at most `CLOSE_S` at the end of the process.
+a collector that is away costs a log line, and at most `CLOSE_S` for each of the two at the end of the process.
 """
 
 import os
@@ -82,13 +82,19 @@ def _pushes(signal: str) -> bool:
     return True
 
 
+def _timeout_s(signal: str) -> float | None:
+    """For one export with all its tries. None: as the variables say."""
+    said = {f"OTEL_EXPORTER_OTLP_{signal}_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT"} & os.environ.keys()
+    return None if said else CLOSE_S
+
+
 def _send_traces(resource: "Resource") -> Callable[[], None]:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=_timeout_s("TRACES"))))
     trace.set_tracer_provider(provider)
 
     def close() -> None:
@@ -126,7 +132,7 @@ def _read_metrics(
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(timeout=_timeout_s("METRICS"))))
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
     instruments.will_be_read()

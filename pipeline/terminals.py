@@ -81,9 +81,16 @@ class Terminals:
                 await self._tell_live(subjects.reply(request.gateway, request.request_id), encode(candidate))
                 await self._tell_event(request, candidate)
                 code = candidate.code if isinstance(candidate, Failed) else ""
+                self._log(candidate)
                 instruments.add(signals.REQUESTS_ENDED, 1, candidate.type, code)
             return isinstance(before, Claimed)
         raise PayloadTooLarge(f"not even a failed terminal for {request.request_id} fits into a message")
+
+    def _log(self, terminal: AnyTerminal) -> None:
+        why = f"{terminal.code}: {terminal.text}" if isinstance(terminal, Failed) else f"{len(terminal.tokens) // 4} tokens"
+        level = logging.WARNING if isinstance(terminal, Failed) else logging.DEBUG
+        about = {"request_id": terminal.request_id, "attempt": terminal.attempt, "worker": terminal.decode_worker}
+        logger.log(level, "%s: %s, %s", terminal.request_id, terminal.type, why, extra=about)
 
     async def fence(self, request: InferenceRequest) -> int:
         """From here on only this attempt or a later one can end the request, and nobody else has this attempt.

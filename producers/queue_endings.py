@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 
+from ..pipeline.about import about
 from ..pipeline.connection import Bus
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
@@ -58,4 +59,4 @@ class QueueEndings:
             await delete_message(self._bus, PREFILL.name, booking.sequence, message_id(request.request_id, "prefill", request.attempt))
             self._router.withdraw(booking)
         except BusError as error:
-            log.warning("%s waits on although it has ended: %s", request.request_id, error)
+            log.warning("%s waits on although it has ended: %s", request.request_id, error, extra=about(request))

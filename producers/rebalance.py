@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..pipeline.about import about
 from ..pipeline.connection import Bus
 from ..pipeline.endings import Endings
 from ..pipeline.topology import delete_message
@@ -61,7 +62,9 @@ class Rebalancer:
                     await self._move(job)
 
     async def _move(self, job: Waiting) -> None:
-        log.info("%s waits %.2f s on %s: routing it again", job.request.request_id, job.before_s, job.booking.lane)
+        log.info(
+            "%s waits %.2f s on %s: routing it again", job.request.request_id, job.before_s, job.booking.lane, extra=about(job.request)
+        )
         try:
             error = Overloaded(f"another worker is idle, and {job.booking.lane} is not")
             await self._endings.again(job.request, error, is_fault=False)
@@ -69,7 +72,7 @@ class Rebalancer:
             job_id = message_id(job.request.request_id, "prefill", job.request.attempt)
             await delete_message(self._bus, PREFILL.name, job.booking.sequence, job_id)
         except BusError as error:
-            log.warning("%s stays where it is: %s", job.request.request_id, error)
+            log.warning("%s stays where it is: %s", job.request.request_id, error, extra=about(job.request))
 
 
 def waiting_by_model(router: Router) -> list[tuple[list[Waiting], tuple[Candidate, ...]]]:

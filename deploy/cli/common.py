@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -203,6 +203,21 @@ def say(text: str) -> None:
 
 
 @dataclass(frozen=True)
+class Logs:
+    """How a process writes its log; the fields are options."""
+
+    log_format: Annotated[Literal["text", "json"], typer.Option("--log-format", help="json: one object a line.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="The least that is worth a line.")
+    ] = "info"
+
+    def start(self) -> None:
+        from ..log_lines import start_logging
+
+        start_logging(self.log_format, self.log_level)
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Where a process serves its metrics; the fields are options."""
 
@@ -223,9 +238,4 @@ class Metrics:
 
 
 takes_metrics = takes("metrics", Metrics)
-
-
-def start_logging() -> None:
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+takes_logs = takes("logs", Logs)

@@ -20,6 +20,7 @@ _GATEWAY = (
     "port", "host", "model", "tokenizer", "name", "admin_port", "admin_host", "keep_alive_s", "resume_grace_s", "request_timeout_s",
     "api_keys", "allow_open", "quota_replicas", "over_nats", "job_timeout_s", "ready_file",
 )  # fmt: skip
+_TELEMETRY = ("metrics_port", "metrics_host", "log_format", "log_level")
 _UP = ("prefill", "decode", "aggregated", "gateway", "store")
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
@@ -39,6 +40,8 @@ def setting_of(command: str | None, parameter: str) -> str | None:
     """`section.key` of a flag."""
     if parameter.startswith("nats_"):
         return f"nats.{parameter.removeprefix('nats_')}"
+    if parameter in _TELEMETRY:
+        return f"telemetry.{parameter}"
     return FLAGS.get(command or "", {}).get(parameter)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Broker, HealthFile, Limits, fast_loop, run, start_logging, stop_on_signals, takes_broker, topology_settings
+from .common import Broker, HealthFile, Limits, Logs, fast_loop, run, stop_on_signals, takes_broker, takes_logs, topology_settings
 from .configured import configured
 
 app = typer.Typer()
@@ -15,9 +15,11 @@ app = typer.Typer()
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @takes_broker
+@takes_logs
 def gateway(
     context: typer.Context,
     broker: Broker,
+    logs: Logs,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback only when you say so.")] = "127.0.0.1",
     model: Annotated[str | None, typer.Option(help="The name its workers serve it under. Else: the only one there is.")] = None,
@@ -59,7 +61,7 @@ def gateway(
         from ..health import HealthTeller
         from ..role_settings import built
 
-        start_logging()
+        logs.start()
         settings = built(
             GatewaySettings,
             "gateway",

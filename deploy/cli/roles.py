@@ -11,6 +11,7 @@ from .common import (
     EngineOptions,
     HealthFile,
     Limits,
+    Logs,
     Metrics,
     Model,
     Policy,
@@ -19,9 +20,9 @@ from .common import (
     WorkerOptions,
     fast_loop,
     run,
-    start_logging,
     stop_on_signals,
     takes_broker,
+    takes_logs,
     takes_metrics,
     topology_settings,
 )
@@ -36,9 +37,11 @@ app = typer.Typer()
 @app.command()
 @takes_broker
 @takes_metrics
+@takes_logs
 def router(
     broker: Broker,
     metrics: Metrics,
+    logs: Logs,
     name: Annotated[str, typer.Option(help="This router's name; auto: router and the machine's name.")] = "router-1",
     policy: Policy = "kv_aware",
     router_option: RouterOptions = None,
@@ -53,7 +56,7 @@ def router(
         from ..role_settings import router_settings
         from ..this_machine import name_of
 
-        start_logging()
+        logs.start()
         settings = router_settings(name_of(name, "router"), policy, router_option or [], configured("router"))
         health = HealthTeller(settings.name, health_file)
         with metrics.served("router", settings.name):
@@ -66,9 +69,11 @@ def router(
 def worker_command(role: "Role") -> Callable[..., None]:
     @takes_broker
     @takes_metrics
+    @takes_logs
     def command(
         broker: Broker,
         metrics: Metrics,
+        logs: Logs,
         name: Annotated[
             str, typer.Option(help="This worker's name, unique in the fleet; auto: the role and the machine's name.")
         ] = f"{role}-1",
@@ -89,7 +94,7 @@ def worker_command(role: "Role") -> Callable[..., None]:
             from ..this_machine import name_of
             from ..worker import run_worker
 
-            start_logging()
+            logs.start()
             settings = worker_settings(name_of(name, role), role, domain, worker_option or [], configured("worker"))
             options = configured(engine) | parse_options(engine_option or [], "--engine-option")
             made = make_engine(engine, model, served_model_name, options)
