@@ -4,15 +4,17 @@ from typing import Annotated
 
 import typer
 
-from .common import AsJson, Broker, run, start_logging, stop_on_signals, takes_broker
+from .common import AsJson, Broker, Logs, run, stop_on_signals, takes_broker, takes_logs
 
 app = typer.Typer()
 
 
 @app.command()
 @takes_broker
+@takes_logs
 def dashboard(
     broker: Broker,
+    logs: Logs,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8040,
 ) -> None:
     """Show the pipeline in a browser: queues, workers, times, caches, transfers, and any request. Gateways serve the same page."""
@@ -20,7 +22,7 @@ def dashboard(
     async def body() -> None:
         from ..dashboard.serve import serve_dashboard
 
-        start_logging()
+        logs.start()
         await serve_dashboard(broker.settings(), port, stop_on_signals(), lambda url: print(url, flush=True))
 
     run(body)
