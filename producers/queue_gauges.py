@@ -53,5 +53,7 @@ def show(states: list[QueueState], now_ns: int) -> None:
 
 def owner_of(state: QueueState) -> str:
     """A class, a worker, a pool: never what is different for each request, or each start of a worker."""
+    if state.stream == HANDOFF.name:
+        return ".".join(state.subject.split(".")[2:])
     name = last_token(state.subject)
     return worker_of(name) if state.stream == PREFILL.name else name
