@@ -19,12 +19,17 @@ def overhead(
     fast: Annotated[bool, typer.Option("--fast", help="Broker without a file sync for each message.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the bus costs: submit to first token with a zero-time engine, beside the floor made with bare nats-py."""
+    """What the bus costs: submit to first token with a zero-time engine, beside the floor made with bare nats-py.
+
+    With the `OTEL_*` variables set, this and all processes send metrics and traces: what those cost shows against a run without.
+    """
 
     async def body() -> None:
+        from ...pipeline.telemetry import telemetry
         from ..bench_overhead import measure_overhead, print_overhead
 
-        print_overhead(await measure_overhead(requests, prompt_tokens, sync_always=not fast), as_json)
+        with telemetry("client", "bench"):
+            print_overhead(await measure_overhead(requests, prompt_tokens, sync_always=not fast), as_json)
 
     run(body)
 
