@@ -55,6 +55,10 @@ class Watched:
         self._ahead_ns = ahead_ns
         self._first_ns = self._last_ns = self._tokens = 0
 
+    @property
+    def end_is_next(self) -> bool:
+        return self._replies.end_is_next
+
     def close(self) -> None:
         self._replies.close()
 
