@@ -1,4 +1,5 @@
-"""Sends what `instruments` and `tracing` gather out of this process. The only place that knows OpenTelemetry's SDK.
+"""Sends what `instruments` and `tracing` gather out of this process. The only place that knows OpenTelemetry's SDK, with
+`distribution_readers`.
 
 Reads the standard `OTEL_*` environment variables: with an endpoint, traces and metrics are pushed there (OTLP over HTTP); the sampler
 is `OTEL_TRACES_SAMPLER`. With a port, metrics are served to Prometheus there. Promises: with neither, the SDK is not even imported;
@@ -6,6 +7,7 @@ a collector that is away costs a log line, and at most `CLOSE_S` for each of the
 """
 
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
 
+from ..schemas import signals
 from ..schemas.errors import SetupError
 from ..schemas.signals import SERVICE
 from . import instruments
@@ -109,14 +112,15 @@ def _read_metrics(
 ) -> Telemetry:
     from opentelemetry.sdk.metrics import MeterProvider
 
+    from .distribution_readers import periodic_reader, prometheus_reader
+
     readers: list[MetricReader] = []
     found = OFF
     if serves:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
         registry = CollectorRegistry()
-        readers.append(PrometheusMetricReader(registry=registry, scope_info_enabled=False))
+        readers.append(prometheus_reader(registry))
         url = ""
         if port is not None:
             try:
@@ -130,11 +134,11 @@ def _read_metrics(
         found = Telemetry(lambda: generate_latest(registry), url)
     if pushes:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(timeout=_timeout_s("METRICS"))))
+        readers.append(periodic_reader(OTLPMetricExporter(timeout=_timeout_s("METRICS"))))
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
     instruments.will_be_read()
+    instruments.show(signals.PROCESS_STARTED, time.time())
     closing.append(lambda: provider.shutdown(CLOSE_S * 1000))
     return found

@@ -197,6 +197,7 @@ BUS_ROUND_TRIP = Metric("jetwake.bus.round_trip", "histogram", "s", "a question 
 BUS_STORE_DURATION = Metric(
     "jetwake.bus.store.duration", "histogram", "s", "until the broker said that a message is stored", "all", (), SHORT_SECONDS
 )
+PROCESS_STARTED = Metric("jetwake.process.started", "gauge", "s", "when this process began to tell of itself, in seconds since 1970", "all")
 QUEUE_WAITING = Metric("jetwake.queue.waiting", "gauge", "{request}", "in a queue, held by nobody", "router", (QUEUE, QUEUE_OWNER))
 QUEUE_IN_HAND = Metric("jetwake.queue.in_hand", "gauge", "{request}", "taken from a queue and not done", "router", (QUEUE, QUEUE_OWNER))
 QUEUE_OLDEST_AGE = Metric(

@@ -87,7 +87,7 @@ async def running(server: NatsServer, collector: Collector, model: str, folder: 
     try:
         for role, name in (*ROLES.items(), *more):
             await system.start(role, name)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await wait_until_served(BrokerSettings(url=server.url), model)
         yield system
         await system.stop()
