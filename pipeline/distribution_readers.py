@@ -29,12 +29,12 @@ _STARTED_NS = time.time_ns()
 
 class _Prometheus(PrometheusMetricReader):
     def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> None:
-        super()._receive_metrics(with_distributions(metrics_data), timeout_millis, **kwargs)
+        super()._receive_metrics(with_distributions(metrics_data), timeout_millis, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Periodic(PeriodicExportingMetricReader):
     def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> None:
-        super()._receive_metrics(with_distributions(metrics_data), timeout_millis, **kwargs)
+        super()._receive_metrics(with_distributions(metrics_data), timeout_millis, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
 
 def prometheus_reader(registry: CollectorRegistry) -> MetricReader:

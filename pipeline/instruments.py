@@ -43,17 +43,19 @@ def add(metric: Metric, amount: float, *labels: str) -> None:
     """To a counter."""
     if not _SWITCH.on:
         return
-    rows, row = _counter(metric).rows, _bound(metric, labels)
+    rows = _counter(metric).rows
+    row = labels if labels in rows else _bound(metric, labels)  # rows are bound already
     rows[row] = rows.get(row, 0) + amount
 
 
 def record(metric: Metric, value: float, *labels: str) -> None:
     """Into a histogram."""
     if _SWITCH.on:
-        rows, row = _histogram(metric).rows, _bound(metric, labels)
-        if row not in rows:
-            rows[row] = Distribution(metric.buckets)
-        rows[row].add(value)
+        rows = _histogram(metric).rows
+        found = rows.get(labels)
+        if found is None:
+            found = rows.setdefault(_bound(metric, labels), Distribution(metric.buckets))
+        found.add(value)
 
 
 def show(metric: Metric, value: float, *labels: str) -> None:
@@ -89,7 +91,10 @@ class Distribution:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
-        self.least, self.most = min(self.least, value), max(self.most, value)
+        if value < self.least:
+            self.least = value
+        if value > self.most:
+            self.most = value
 
 
 class _Spread:
