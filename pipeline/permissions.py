@@ -194,7 +194,10 @@ def _router() -> list[Right]:
         Right("send jobs to workers", streams.PREFILL.subjects),
         Right("tell other routers what it decided, and hear them", (subjects.routed("*"),), (subjects.ROUTED,)),
         Right("hear how busy workers are", (), (subjects.LOADS,)),
-        Right("see how full queues are", _api(*(f"CONSUMER.LIST.{name}" for name in QUEUES))),
+        Right(
+            "see how full queues are, and since when",
+            _api(*(f"{question}.{name}" for name in QUEUES for question in ("CONSUMER.LIST", "STREAM.MSG.GET"))),
+        ),
         Right("follow what workers have cached", (subjects.snapshot("*"),), (subjects.KV_EVENTS,)),
         Right(
             "say who it is, and why a request went where it went",
