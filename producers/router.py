@@ -137,7 +137,9 @@ class Router:
             put_ns = request.times.again_ns or request.submitted_ns
             with tracing.Leg(signals.ROUTE_SPAN, request, self._name, self._clock.now_ns, put_ns) as leg:
                 if request.attempt == 1 and subjects.is_again(delivery.subject):
-                    raise InvalidRequest("a request that is handed back must be a later attempt: whoever holds no request may not send one so")
+                    raise InvalidRequest(
+                        "a request that is handed back must be a later attempt: whoever holds no request may not send one so"
+                    )
                 self._in_flight.check(request, "routing")
                 card = await self._model_card(request.model)
                 admit(request, card)
