@@ -187,7 +187,7 @@ async def streams_not_whole(bus: Bus) -> list[str]:
     found: list[str] = []
     for name in await _stream_names(bus):
         info = await _info(bus, f"STREAM.INFO.{name}")
-        there = [] if info is None else [info, *await _consumers(bus, name)]
+        there = [] if info is None else [info, *await consumers_of(bus, name)]
         found += [str(each.get("name", name)) for each in there if each.get("cluster") and not _is_whole(each["cluster"])]
     return found
 
