@@ -107,7 +107,7 @@ TIME_TO_FIRST_TOKEN = Metric(
     "gen_ai.server.time_to_first_token",
     "histogram",
     "s",
-    "from the HTTP request to its first token, as the client sees it; without requests of the class batch",
+    "from the HTTP request to its first token at the gateway; without requests of the class batch",
     "gateway",
     _GEN_AI,
     SECONDS,

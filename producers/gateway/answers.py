@@ -94,7 +94,10 @@ class Answers:
 
     async def _answer(self, number: int, begun: asyncio.Event | None = None) -> AsyncGenerator[RequestOutput, None]:
         request, choice = self._requests[number], self._choices[number]
-        self._streams[number] = replies = Watched(await self._ask(request), request.model, self._submitter.at_ns(1) - 1)
+        awaited = number == 0 and request.priority_class != "batch" and (self._streaming is None or self._streaming.resumed is None)
+        begun_ns = self._exchange.begun_monotonic_ns if awaited else 0
+        replies = Watched(await self._ask(request), request.model, self._submitter.at_ns(1) - 1, begun_ns)
+        self._streams[number] = replies
         if self._streaming is not None:
             async for output in self._numbered(request, choice, replies, self._streaming):
                 yield output

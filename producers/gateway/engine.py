@@ -105,10 +105,7 @@ class BusEngine(EngineClient):
             answer.take_quota(requests)
             answer.prepare(core, text, requests)
             async for output in answer.outputs():
-                if not exchange.answering:
-                    exchange.answering = True
-                    if requests[0].priority_class != "batch":  # nobody waits for their first token
-                        self._metrics.first_token(requests[0].model, exchange.begun_monotonic_ns)
+                exchange.answering = True
                 yield output
             code = ""
         except JetwakeError as error:

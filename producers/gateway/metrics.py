@@ -31,9 +31,6 @@ class GatewayMetrics:
     def refused(self, code: str) -> None:
         instruments.add(signals.REQUESTS_REFUSED, 1, code)
 
-    def first_token(self, model: str, begun_monotonic_ns: int) -> None:
-        instruments.record(signals.TIME_TO_FIRST_TOKEN, _since_s(begun_monotonic_ns), *_GEN_AI, model)
-
     def ended(self, model: str, begun_monotonic_ns: int, prompt_tokens: int, given_tokens: int, code: str) -> None:
         """The answers of one prompt."""
         instruments.record(signals.REQUEST_DURATION, _since_s(begun_monotonic_ns), *_GEN_AI, model, code)
@@ -46,13 +43,18 @@ def _since_s(begun_monotonic_ns: int) -> float:
 
 
 class Watched:
-    """Replies on their way to a client: they pass, and their times are noted. `ahead_ns`: server time less this machine's clock."""
+    """Replies on their way to a client: they pass, and their times are noted. `ahead_ns`: server time less this machine's clock.
 
-    def __init__(self, replies: Replies, model: str, ahead_ns: int) -> None:
+    `begun_monotonic_ns`: when the time to first token begins; 0 where nobody waits for it. It ends when the token is here, also for a
+    client that gets its answer in one piece.
+    """
+
+    def __init__(self, replies: Replies, model: str, ahead_ns: int, begun_monotonic_ns: int = 0) -> None:
         self.request_id = replies.request_id
         self._replies = replies
         self._model = model
         self._ahead_ns = ahead_ns
+        self._begun_monotonic_ns = begun_monotonic_ns
         self._first_ns = self._last_ns = self._tokens = 0
 
     @property
@@ -76,6 +78,9 @@ class Watched:
             instruments.record(signals.INTER_TOKEN_LATENCY, (now_ns - self._last_ns) / 1e9 / new, self._model)
         else:
             self._first_ns = now_ns
+            if self._begun_monotonic_ns:
+                ttft_s = (now_ns - self._begun_monotonic_ns) / 1e9
+                instruments.record(signals.TIME_TO_FIRST_TOKEN, ttft_s, *_GEN_AI, self._model)
         self._last_ns = now_ns
         self._tokens += new
 

@@ -96,6 +96,7 @@ def test_every_metric_of_the_pipeline_is_looked_at() -> None:
     assert unseen == {
         "jetwake.gateway.responses",
         "jetwake.gateway.response.duration",
+        "jetwake.process.started",
         "jetwake.router.in_hand",
         "jetwake.worker.free_slots",
         "jetwake.worker.held_handoffs",
