@@ -57,7 +57,7 @@ EVERYTHING: dict[str, Any] = SMALLEST | {
         "spread": [{"topologyKey": "kubernetes.io/hostname"}],
     },
     "pools": {"aggregated": {"main": {"replicas": 0}}},
-    "telemetry": {"otlpEndpoint": "http://collector.monitoring:4318", "env": {"OTEL_TRACES_SAMPLER": "always_on"}},
+    "telemetry": {"metricsPort": 9464, "otlpEndpoint": "http://collector.monitoring:4318", "env": {"OTEL_TRACES_SAMPLER": "always_on"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "labels": {"team": "llm"},
 }

@@ -103,6 +103,21 @@ nats://{{ include "jetwake.name" . }}-nats:4222
 {{- end }}
 {{- end }}
 
+{{/* Of roles without an admin port. */}}
+{{- define "jetwake.metricsArguments" -}}
+{{- with .Values.telemetry.metricsPort }}
+- --metrics-host=0.0.0.0
+- --metrics-port={{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "jetwake.metricsPorts" -}}
+{{- with .Values.telemetry.metricsPort }}
+ports:
+  - {name: metrics, containerPort: {{ . }}}
+{{- end }}
+{{- end }}
+
 {{- define "jetwake.limits" -}}
 {{- $own := .Values.nats.own -}}
 {{- $limits := deepCopy .Values.limits -}}
