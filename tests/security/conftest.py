@@ -20,11 +20,13 @@ MODEL = "secured"
 
 @dataclass(frozen=True)
 class Secured:
+    """`url`: of the broker. `folder` has the files of its users."""
+
     folder: Path
-    server: NatsServer
+    url: str
 
     def settings(self, role: Role, name: str = "") -> BrokerSettings:
-        return broker_settings(self.folder, User(role, name), self.server.url)
+        return broker_settings(self.folder, User(role, name), self.url)
 
 
 def folder_of_users(folder: Path) -> None:
@@ -39,7 +41,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
     folder_of_users(folder)
     accounts = (folder / ACCOUNTS_FILE).read_text()
     async with NatsServer(folder / "broker", sync_always=False, tls=tls_of(folder, folder), extra_config=accounts) as server:
-        made = Secured(folder, server)
+        made = Secured(folder, server.url)
         async with Bus.connect(made.settings("admin"), "admin") as bus:
             await declare_all(bus, TopologySettings(), [MODEL])
         yield made

@@ -1,4 +1,4 @@
-"""A whole system behind a broker that knows its users: every part a process with its own credentials, over TLS, and nothing refused."""
+"""A whole system behind a cluster that knows its users: every part a process with its own credentials, over TLS, and nothing refused."""
 
 import asyncio
 import json
@@ -9,14 +9,25 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jetwake.consumers.simulated_settings import SimulatedSettings
+from jetwake.deploy.chaos.expected import simulated_answer
+from jetwake.deploy.chaos.ledger import Aftermath, account
+from jetwake.deploy.chaos.load import Load, LoadSettings, drafts
+from jetwake.deploy.chaos.observer import Observer
 from jetwake.deploy.demo_model import fetch
 from jetwake.deploy.local import wait_until_served
+from jetwake.deploy.nats_cluster import NatsCluster, wait_until_agreed, wait_until_whole
+from jetwake.deploy.nats_declare import declare_all
+from jetwake.deploy.nats_folder import tls_of
+from jetwake.deploy.nats_users import ACCOUNTS_FILE
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.publish import Publisher
+from jetwake.pipeline.settings import TopologySettings
 from jetwake.producers.client import Client
 from jetwake.schemas import subjects
+from jetwake.schemas.requests import Sampling
 
-from .conftest import MODEL, Secured
+from .conftest import MODEL, Secured, folder_of_users
 from .processes import Processes, processes_of
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 12, "ignore_eos": True}
@@ -25,30 +36,42 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Say something.
 @dataclass
 class System:
     secured: Secured
+    cluster: NatsCluster
     processes: Processes
     gateway: str
+    engine: SimulatedSettings
 
 
 @pytest.fixture(scope="module")
-async def system(secured: Secured, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    tokenizer = await asyncio.to_thread(fetch, "tiny")
-    async with processes_of(secured.folder, secured.server.url, tmp_path_factory.mktemp("secured-system") / "logs") as processes:
-        await processes.start(("router", ""), "router-1", "router")
-        for role in ("prefill", "decode"):
-            await processes.start_worker(role, 1, MODEL, f"tokenizer={tokenizer}", "vocabulary_size=2048")
-        url = await processes.start_gateway("gateway-1", MODEL)
-        async with asyncio.timeout(60):
-            await wait_until_served(secured.settings("client", "alice"), MODEL)
-        yield System(secured, processes, url)
-        processes.check()
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    """Three servers, a gateway, two routers, two prefill and two decode workers."""
+    tokenizer, folder = await asyncio.to_thread(fetch, "tiny"), tmp_path_factory.mktemp("secured-cluster")
+    engine = {"tokenizer": str(tokenizer), "vocabulary_size": 2048, "num_blocks": 1024}
+    folder_of_users(folder)
+    accounts = (folder / ACCOUNTS_FILE).read_text()
+    async with NatsCluster(folder / "brokers", 3, sync_always=False, tls=tls_of(folder, folder), extra_config=accounts) as cluster:
+        secured = Secured(folder, cluster.url)
+        await wait_until_agreed(secured.settings("admin"))
+        async with Bus.connect(secured.settings("admin"), "admin") as bus:
+            await declare_all(bus, TopologySettings(replicas=3), [MODEL])
+        async with processes_of(folder, cluster.url, folder / "logs") as processes:
+            for number in (1, 2):
+                await processes.start(("router", ""), f"router-{number}", "router", "--name", f"router-{number}")
+                for role in ("prefill", "decode"):
+                    await processes.start_worker(role, number, MODEL, *(f"{key}={value}" for key, value in engine.items()))
+            url = await processes.start_gateway("gateway-1", MODEL)
+            async with asyncio.timeout(60):
+                await wait_until_served(secured.settings("client", "alice"), MODEL)
+            yield System(secured, cluster, processes, url, SimulatedSettings(model=MODEL, **engine))
+            processes.check()
 
 
 async def test_a_client_asks_and_comes_back_to_its_answer(system: System) -> None:
     async with Client.connect(system.secured.settings("client", "alice")) as client:
         answer = await client.generate([1, 2, 3], model=MODEL, max_tokens=8, ignore_eos=True)
-        assert (len(answer.token_ids), answer.prefill_worker, answer.decode_worker) == (8, "prefill-1", "decode-1")
+        assert (len(answer.token_ids), answer.prefill_worker[:-1], answer.decode_worker[:-1]) == (8, "prefill-", "decode-")
         assert (await (await client.resume(answer.request_id)).answer()).token_ids == answer.token_ids
-        assert (await client.explain(request_id=answer.request_id)).lane.startswith("prefill-1-")
+        assert (await client.explain(request_id=answer.request_id)).lane.startswith(answer.prefill_worker)
 
 
 async def test_http_answers_streams_and_resumes(system: System) -> None:
@@ -123,12 +146,56 @@ async def test_an_operator_runs_a_batch_and_reads_the_state(system: System, tmp_
     await run(operator, "keys", "remove", key["id"])
     for user in (operator, ("observer", "")):
         status = json.loads(await run(user, "status", "--json"))
-        assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "decode-1"}
+        assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
     assert json.loads(await run(operator, "dead", "list", "--json") or "[]") == []
 
 
+async def test_servers_that_die_under_load_cost_no_request(system: System) -> None:
+    """One at a time, and each is whole again before the next: every request ends once, with the right tokens."""
+    settings = LoadSettings(rate_per_s=6.0, vocabulary_size=2048, longest_prompt_tokens=300, longest_answer_tokens=60)
+    limits, over = system.engine.limits(), asyncio.Event()
+    async with (
+        Bus.connect(system.secured.settings("admin"), "observer") as bus,
+        Client.connect(system.secured.settings("client", "alice")) as alice,
+        Client.connect(system.secured.settings("client", "bob")) as bob,
+    ):
+        load = Load([alice, bob], MODEL, lambda draft: simulated_answer(limits, draft.prompt, Sampling(**draft.sampling)), "load")
+        observer = Observer(bus, load.records)
+        await observer.start()
+        sending = asyncio.create_task(load.send(drafts(settings, 7, 2), over))
+        for server in system.cluster.servers:
+            await until_accepted(load, 15)
+            await server.kill()
+            await until_accepted(load, 15)
+            await server.start()
+            assert await wait_until_whole(bus, 60) == []
+        over.set()
+        await sending
+        await load.wait_for_ends(60)
+        records = list(load.records.values())
+        async with asyncio.timeout(60):
+            while True:
+                ends, counts = await observer.ends_of(records, MODEL)
+                if all(record.submission != "accepted" or record.request_id in ends for record in records):
+                    break
+                await asyncio.sleep(0.5)
+    ledger = account(records, ends, counts, Aftermath())
+    assert ledger.is_clean, (ledger.line(), ledger.violations)
+    assert ledger.accepted >= 90
+    async with httpx.AsyncClient(base_url=system.gateway, timeout=60) as http:
+        answer = await http.post("/chat/completions", json=CHAT)
+        assert answer.status_code == 200, answer.text
+
+
+async def until_accepted(load: Load, more: int) -> None:
+    wanted = load.counts()[0] + more
+    async with asyncio.timeout(60):
+        while load.counts()[0] < wanted:
+            await asyncio.sleep(0.05)
+
+
 async def test_an_operator_drains_it_and_nothing_was_refused_or_told(system: System) -> None:
-    for name in ("decode-1", "prefill-1", "router-1"):
+    for name in ("decode-1", "prefill-1", "router-2"):
         await system.processes.run(("operator", ""), "drain", name)
         assert await system.processes.ended(name) == 0
     seeds = [path.read_text().strip() for path in system.secured.folder.glob("users/**/*.nk")]
