@@ -66,6 +66,10 @@ class NatsServer:
     def pid(self) -> int:
         return self._running().pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     async def start(self) -> None:
         binary = find_binary()
         await asyncio.to_thread(self._write_config)

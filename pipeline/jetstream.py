@@ -4,6 +4,7 @@ Reads and writes `$JS.API.*` through a `Bus`. Promises: an `error` field in an a
 waits longer than the bus's request timeout.
 """
 
+import asyncio
 import base64
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from ..schemas.errors import BusRejected, JetwakeError
+from ..schemas.errors import BrokerUnavailable, BusRejected, JetwakeError
 from .connection import Bus
 from .faults import refusal
 from .raw import RawMessage
@@ -35,6 +36,7 @@ IN_PROGRESS = b"+WPI"
 
 _NO_MESSAGE = "404"
 _NO_MESSAGE_FOUND = 10037
+_ASK_LEADER_AGAIN_S = 0.1
 
 
 def nak(delay_s: float) -> bytes:
@@ -166,7 +168,7 @@ async def message_at(bus: Bus, stream: str, sequence: int) -> RawMessage | None:
 
 async def _leaders_message(bus: Bus, stream: str, question: Json) -> RawMessage | None:
     path = leader_get_path(stream)
-    answer = parse_json(await bus.request(api_subject(path), json.dumps(question).encode()), path)
+    answer = parse_json(await _from_leader(bus, api_subject(path), json.dumps(question).encode()), path)
     if "error" in answer:
         if answer["error"].get("err_code") == _NO_MESSAGE_FOUND:
             return None
@@ -175,6 +177,19 @@ async def _leaders_message(bus: Bus, stream: str, question: Json) -> RawMessage 
     facts = {STREAM_HEADER: stream, SUBJECT_HEADER: there["subject"], SEQUENCE_HEADER: str(there["seq"]), TIME_HEADER: there["time"]}
     own = read_headers(base64.b64decode(there.get("hdrs", "")))
     return RawMessage(there["subject"], base64.b64decode(there.get("data", "")), own | facts)
+
+
+async def _from_leader(bus: Bus, subject: str, payload: bytes) -> RawMessage:
+    """In a cluster that has lost a server there may be no leader for some seconds: then asked again."""
+    clock = asyncio.get_running_loop().time
+    give_up_s = clock() + (bus.missing_grace_s if bus.is_clustered else 0.0)
+    while True:
+        try:
+            return await bus.request(subject, payload)
+        except BrokerUnavailable:
+            if clock() >= give_up_s:
+                raise
+        await asyncio.sleep(_ASK_LEADER_AGAIN_S)
 
 
 def read_headers(block: bytes) -> dict[str, str]:

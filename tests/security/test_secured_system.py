@@ -131,25 +131,6 @@ async def test_a_gateway_does_not_publish_where_its_asker_may_not(system: System
     assert heard == []
 
 
-async def test_an_operator_runs_a_batch_and_reads_the_state(system: System, tmp_path: Path) -> None:
-    operator, source = ("operator", ""), tmp_path / "in.jsonl"
-    whole = [{"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT} for number in range(12)]
-    lines = [json.dumps(line) for line in whole]
-    source.write_text("\n".join(lines))
-    run = system.processes.run
-    submitted = json.loads(await run(operator, "batch", "submit", str(source), "--wait", "--json"))
-    assert (submitted["status"], submitted["request_counts"]["completed"]) == ("completed", 12)
-    await run(("client", "bob"), "batch", "run", str(source), str(tmp_path / "out.jsonl"))
-    assert (tmp_path / "out.jsonl").read_text().count("\n") == 12
-    assert "acme" in await run(operator, "keys", "add", "acme", "--json")
-    [key] = json.loads(await run(operator, "keys", "list", "--json"))
-    await run(operator, "keys", "remove", key["id"])
-    for user in (operator, ("observer", "")):
-        status = json.loads(await run(user, "status", "--json"))
-        assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
-    assert json.loads(await run(operator, "dead", "list", "--json") or "[]") == []
-
-
 async def test_servers_that_die_under_load_cost_no_request(system: System) -> None:
     """One at a time, and each is whole again before the next: every request ends once, with the right tokens."""
     settings = LoadSettings(rate_per_s=6.0, vocabulary_size=2048, longest_prompt_tokens=300, longest_answer_tokens=60)
@@ -192,6 +173,25 @@ async def until_accepted(load: Load, more: int) -> None:
     async with asyncio.timeout(60):
         while load.counts()[0] < wanted:
             await asyncio.sleep(0.05)
+
+
+async def test_an_operator_runs_a_batch_and_reads_the_state(system: System, tmp_path: Path) -> None:
+    operator, source = ("operator", ""), tmp_path / "in.jsonl"
+    whole = [{"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT} for number in range(12)]
+    lines = [json.dumps(line) for line in whole]
+    source.write_text("\n".join(lines))
+    run = system.processes.run
+    submitted = json.loads(await run(operator, "batch", "submit", str(source), "--wait", "--json"))
+    assert (submitted["status"], submitted["request_counts"]["completed"]) == ("completed", 12)
+    await run(("client", "bob"), "batch", "run", str(source), str(tmp_path / "out.jsonl"))
+    assert (tmp_path / "out.jsonl").read_text().count("\n") == 12
+    assert "acme" in await run(operator, "keys", "add", "acme", "--json")
+    [key] = json.loads(await run(operator, "keys", "list", "--json"))
+    await run(operator, "keys", "remove", key["id"])
+    for user in (operator, ("observer", "")):
+        status = json.loads(await run(user, "status", "--json"))
+        assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
+    assert json.loads(await run(operator, "dead", "list", "--json") or "[]") == []
 
 
 async def test_an_operator_drains_it_and_nothing_was_refused_or_told(system: System) -> None:

@@ -1,0 +1,142 @@
+"""A broker of three servers: what one of them takes with it when it dies, and what it does not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from jetwake.deploy.nats_cluster import NatsCluster, wait_until_agreed, wait_until_whole
+from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline.cards import CARD_TTL_S, HEARTBEAT_S
+from jetwake.pipeline.clock import WallClock
+from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.jetstream import api, bucket_stream, newest_message
+from jetwake.pipeline.publish import Publisher
+from jetwake.pipeline.registry import CardKeeper, Registry
+from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.pipeline.terminals import Terminals
+from jetwake.pipeline.topology import ensure_topology, subject_counts
+from jetwake.schemas import subjects
+from jetwake.schemas.errors import BusError
+from jetwake.schemas.replies import Cancelled
+from jetwake.schemas.streams import REQUESTS, RESULTS, WORKERS_BUCKET
+
+from .harness import request, until
+from .test_registry import card
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsCluster]:
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    async with NatsCluster(folder, 3, sync_always=False) as cluster:
+        await wait_until_agreed(BrokerSettings(url=cluster.url))
+        async with Bus.connect(BrokerSettings(url=cluster.url), "topology") as bus:
+            await ensure_topology(bus, TopologySettings(replicas=3))
+            assert await wait_until_whole(bus, 30) == []
+        yield cluster
+
+
+@pytest.fixture
+async def bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
+    async with Bus.connect(BrokerSettings(url=cluster.url), "test") as bus:
+        yield bus
+        for server in cluster.servers:  # where a test failed half-way
+            if not server.is_running:
+                await server.start()
+        assert await wait_until_whole(bus, 60) == []
+
+
+async def leader_of(bus: Bus, cluster: NatsCluster, stream: str) -> NatsServer:
+    name = (await api(bus, f"STREAM.INFO.{stream}"))["cluster"]["leader"]
+    return next(server for server in cluster.servers if server.store_dir.name == name)
+
+
+async def test_no_worker_is_dead_because_the_leader_of_their_cards_is(cluster: NatsCluster, bus: Bus, unique: str) -> None:
+    leader = await leader_of(bus, cluster, bucket_stream(WORKERS_BUCKET.name))
+    others = ",".join(server.url for server in cluster.servers if server is not leader)
+    async with (
+        Bus.connect(BrokerSettings(url=others), "worker") as worker,
+        Bus.connect(BrokerSettings(url=others), "router") as router,
+        asyncio.TaskGroup() as tasks,
+    ):
+        keeper, registry = CardKeeper(worker, Publisher(worker)), Registry(router)
+        await keeper.announce(card(unique))
+        await registry.start()
+        seen: list[bool] = []
+        registry.on_change(lambda: seen.append(unique in registry.workers))
+        running = [tasks.create_task(keeper.run()), tasks.create_task(registry.run())]
+        await leader.kill()
+        await until_stored(bus, WORKERS_BUCKET.name, unique)
+        await asyncio.sleep(CARD_TTL_S + HEARTBEAT_S)  # what the new leader says of expired cards comes within this
+        assert unique in registry.workers
+        assert all(seen)
+        await leader.start()
+        for task in running:
+            task.cancel()
+
+
+async def until_stored(bus: Bus, bucket: str, key: str) -> None:
+    """A card that was renewed by the new leader."""
+    stream, subject = bucket_stream(bucket), f"$KV.{bucket}.{key}"
+    before = await newest_sequence(bus, stream, subject)
+    async with asyncio.timeout(60):
+        while await newest_sequence(bus, stream, subject) in (before, 0):
+            await asyncio.sleep(0.1)
+
+
+async def newest_sequence(bus: Bus, stream: str, subject: str) -> int:
+    try:
+        message = await newest_message(bus, stream, subject)
+    except BusError:
+        return 0
+    return 0 if message is None else int(message.headers["Nats-Sequence"])
+
+
+async def test_what_is_stored_while_a_leader_dies_is_stored_once(cluster: NatsCluster, bus: Bus, unique: str) -> None:
+    publisher, stored = Publisher(bus), list[str]()
+
+    async def store(number: int) -> None:
+        subject = subjects.requests(f"{unique}{number}", "batch")
+        await publisher.store(subject, request(f"{unique}-{number}"), message_id=f"{unique}-{number}")
+        assert await newest_message(bus, REQUESTS.name, subject) is not None  # by whoever leads now
+        stored.append(subject)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(store(number))
+        leader = await leader_of(bus, cluster, REQUESTS.name)
+        await leader.kill()
+        for number in range(20, 40):
+            tasks.create_task(store(number))
+    await leader.start()
+    assert len(stored) == 40
+    counts = await subject_counts(bus, REQUESTS.name)
+    assert {subject: counts[subject] for subject in stored} == dict.fromkeys(stored, 1)
+
+
+async def test_one_end_for_each_request_whoever_leads(cluster: NatsCluster, bus: Bus, unique: str) -> None:
+    """Two writers end the same requests while the stream of ends loses its leader."""
+    async with Bus.connect(BrokerSettings(url=cluster.url), "other") as other:
+        writers = [Terminals(each, Publisher(each), WallClock()) for each in (bus, other)]
+        asked = [request(f"{unique}-{number}", gateway=unique) for number in range(30)]
+        ends: dict[str, list[bool]] = {each.request_id: [] for each in asked}
+
+        async def end(writer: Terminals, number: int) -> None:
+            won = await writer.end(asked[number], Cancelled(request_id=asked[number].request_id, model="tiny", attempt=1))
+            ends[asked[number].request_id].append(won)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(15):
+                for writer in writers:
+                    tasks.create_task(end(writer, number))
+            leader = await leader_of(bus, cluster, RESULTS.name)
+            await leader.kill()
+            for number in range(15, 30):
+                for writer in writers:
+                    tasks.create_task(end(writer, number))
+        await leader.start()
+        assert all(sorted(won) == [False, True] for won in ends.values()), ends
+        counts = await subject_counts(bus, RESULTS.name, subjects.results_of("*", unique))
+        assert sorted(counts.values()) == [1] * 30
+    await until(lambda: bus.connected)
