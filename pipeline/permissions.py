@@ -105,13 +105,8 @@ def _value(bucket: BucketSpec, key: str = "*") -> str:
 
 
 def _taking(stream: StreamSpec, durable: str = "*") -> tuple[str, ...]:
-    """From a consumer that is there."""
-    return (pull_subject(stream.name, durable), ack_subjects(stream.name, durable))
-
-
-def _looking_at(stream: StreamSpec) -> tuple[str, ...]:
-    """Whether a consumer is there, and how far it is."""
-    return _api(f"CONSUMER.INFO.{stream.name}.*")
+    """From a consumer that is there, and see how far it is."""
+    return (*_api(f"CONSUMER.INFO.{stream.name}.{durable}"), pull_subject(stream.name, durable), ack_subjects(stream.name, durable))
 
 
 def _making(spec: ConsumerSpec) -> tuple[str, ...]:
@@ -232,7 +227,7 @@ def _worker() -> list[Right]:
             "keep a queue of its own, and take jobs from it",
             (
                 *_making(streams.prefill_consumer("*")),
-                *_api(f"CONSUMER.INFO.{lanes}.*", f"CONSUMER.DELETE.{lanes}.*", f"STREAM.INFO.{lanes}"),
+                *_api(f"CONSUMER.DELETE.{lanes}.*", f"STREAM.INFO.{lanes}"),
                 *_taking(streams.PREFILL),
             ),
         ),
@@ -259,7 +254,7 @@ def _decode() -> list[Right]:
             "keep queues for handoffs, and take KV caches from prefill workers",
             (
                 *_api(create_path(handoffs, "*", subjects.handoff("*", "*"))),
-                *_api(f"CONSUMER.INFO.{handoffs}.*", f"CONSUMER.DELETE.{handoffs}.*", f"STREAM.INFO.{handoffs}"),
+                *_api(f"CONSUMER.DELETE.{handoffs}.*", f"STREAM.INFO.{handoffs}"),
                 *_taking(streams.HANDOFF),
             ),
         ),
@@ -299,7 +294,6 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
         Right(
             "take durable jobs, give their results, and read all of them",
             (
-                *_looking_at(streams.OPENAI_JOBS),
                 *_taking(streams.OPENAI_JOBS),
                 subjects.OPENAI_JOBS_OF_ALL,
                 *kept,
@@ -310,7 +304,7 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
             ),
         ),
         *_batches(),
-        Right("run batches", (*_looking_at(streams.BATCHES), *_taking(streams.BATCHES))),
+        Right("run batches", _taking(streams.BATCHES)),
     ]
 
 

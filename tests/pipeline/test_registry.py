@@ -9,11 +9,13 @@ import pytest
 
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.jetstream import MARKER_REASON_HEADER, key_subject
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CARD_TTL_S, CardKeeper, ModelCatalogue, Registry
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import ensure_topology
 from jetwake.schemas.errors import NoWorker
+from jetwake.schemas.streams import WORKERS_BUCKET
 from jetwake.schemas.workers import KvCompatibility, ModelCard, WorkerCard
 
 COMPATIBILITY = KvCompatibility(
@@ -138,3 +140,16 @@ async def test_models_stay_when_workers_go(bus: Bus, publisher: Publisher, uniqu
     await catalogue.put(model)
     assert await catalogue.get(model.model) == model
     assert model in await catalogue.all()
+
+
+async def test_a_card_whose_renewals_could_not_be_stored_is_no_death(bus: Bus, publisher: Publisher, unique: str) -> None:
+    """A cluster without a leader of the bucket lets a card expire though its worker renews it, and everybody heard that."""
+    registry = await started(bus)
+    await CardKeeper(bus, publisher).announce(card(unique))
+    await registry.wait_for(lambda workers: unique in workers, 5)
+    seen: list[bool] = []
+    registry.on_change(lambda: seen.append(unique in registry.workers))
+    await bus.publish(key_subject(WORKERS_BUCKET.name, unique), b"", {MARKER_REASON_HEADER: "MaxAge"})
+    await CardKeeper(bus, publisher).announce(card(unique, slots=5))
+    await registry.wait_for(lambda workers: unique in workers and workers[unique].capacity_slots == 5, 5)
+    assert all(seen)
