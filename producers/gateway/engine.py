@@ -59,6 +59,8 @@ class BusEngine(EngineClient):
         self.vllm_config: VllmConfig = config
         self.model_config: ModelConfig = config.model_config
         self.renderer: BaseRenderer = renderer_from_config(config)  # pyright: ignore[reportUnknownVariableType]
+        # A client's wish for them is ignored here (docs/openai.md), and a fast tokenizer (`fast_tokenizer`) answers it with an error.
+        self.renderer._can_produce_offsets = lambda: False  # pyright: ignore[reportPrivateUsage]
         self.input_processor = InputProcessor(config, self.renderer)
         self._processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._submitter = submitter
