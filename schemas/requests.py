@@ -11,6 +11,8 @@ SafeToken = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,96}$")]
 """A name that may become part of a subject: request ids, worker names, gateway names."""
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
+TraceParent = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")]
+"""W3C; empty where nothing is traced."""
 PriorityClass = Literal["interactive", "batch"]
 TokenBytes = Annotated[bytes, Field(description="token ids, little-endian unsigned 32-bit")]
 
@@ -91,7 +93,7 @@ class InferenceRequest(Message):
     submitted_ns: int = 0
     times: Timeline = Timeline()
     deadline_ns: int = 0
-    trace: str = Field(default="", max_length=64, description="W3C traceparent of the request's root span; empty: it is not traced")
+    trace: TraceParent = Field(default="", description="W3C traceparent of the request's root span; empty: it is not traced")
     trace_state: str = Field(default="", max_length=512, description="W3C tracestate beside it")
     cancel_when_unread: bool = Field(default=False, description="cancelled when the process behind `gateway` is gone for some seconds")
 

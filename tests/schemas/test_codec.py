@@ -34,6 +34,13 @@ def test_round_trip(kind: type[Message]) -> None:
     comes_back()
 
 
+@pytest.mark.parametrize("trace", ["zz", "00-0-0-0", "00-" + "a" * 32 + "-" + "b" * 16 + "-0x"])
+def test_a_trace_that_is_none_is_refused_where_it_is_read(trace: str) -> None:
+    request = msgpack.unpackb(encode(BY_TAG["request"])) | {"trace": trace}
+    with pytest.raises(Undecodable, match="trace"):
+        decode(msgpack.packb(request), type(BY_TAG["request"]))
+
+
 @pytest.mark.parametrize("tag", ["chunk", "finished", "failed", "cancelled", "expired"])
 def test_reply_by_its_tag(tag: str) -> None:
     assert decode(encode(BY_TAG[tag]), Reply) == BY_TAG[tag]
