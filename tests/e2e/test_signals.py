@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from collector import Collector, Seen, collecting
 from prometheus_client.parser import text_string_to_metric_families
 
+from jetwake.deploy.demo_model import fetch
 from jetwake.deploy.local import wait_until_served
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage
@@ -45,10 +47,11 @@ class System:
             "OTEL_METRIC_EXPORT_INTERVAL": "500",
         }
 
-    async def start(self, role: str, name: str) -> None:
-        engine = () if role == "router" else ("--engine", "simulated", "--model", self._model, "--engine-option", "timing=dynamo-default")
+    async def start(self, role: str, name: str, *options: str) -> None:
+        has_engine = role in ("prefill", "decode")
+        engine = ("--engine", "simulated", "--model", self._model, "--engine-option", "timing=dynamo-default") if has_engine else ()
         self._processes[name] = await asyncio.create_subprocess_exec(
-            *JETWAKE, role, "--name", name, *engine, "--nats-url", self.url, "--metrics-port", "0",
+            *JETWAKE, role, "--name", name, *engine, *options, "--nats-url", self.url,
             env=self.environment, stderr=self._log(name).open("wb"),
         )  # fmt: skip
 
@@ -66,6 +69,12 @@ class System:
             if process.returncode is None:
                 process.kill()
 
+    def is_alive(self, name: str) -> bool:
+        return self._processes[name].returncode is None
+
+    def log(self, name: str) -> str:
+        return self._log(name).read_text()
+
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
@@ -81,12 +90,14 @@ class System:
 
 
 @asynccontextmanager
-async def running(server: NatsServer, collector: Collector, model: str, folder: Path, *more: tuple[str, str]) -> AsyncGenerator[System]:
+async def running(
+    server: NatsServer, collector: Collector, model: str, folder: Path, *more: tuple[str, str], workers: tuple[str, ...] = ()
+) -> AsyncGenerator[System]:
     """Ends everything in order, so that all is sent."""
     system = System(server.url, collector, model, folder)
     try:
         for role, name in (*ROLES.items(), *more):
-            await system.start(role, name)
+            await system.start(role, name, "--metrics-port", "0", *(workers if role != "router" else ()))
         async with asyncio.timeout(120):
             await wait_until_served(BrokerSettings(url=server.url), model)
         yield system
@@ -143,6 +154,32 @@ async def test_one_trace_goes_through_every_process(own_server: NatsServer, tmp_
         pushed = set[str]().union(*collector.metrics.values())
         assert {"jetwake.request.stage.duration", "jetwake.worker.free_slots", "jetwake.queue.waiting"} <= pushed
         assert pushed <= {metric.name for metric in signals.METRICS} | {name for name in pushed if name.startswith("otel.")}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+async def test_a_gateway_joins_the_trace_of_who_asks_over_http(own_server: NatsServer, tmp_path: Path) -> None:
+    """The root is the gateway's, below the caller's span; all other processes are below the root."""
+    pytest.importorskip("vllm")
+    tokenizer, ready = await asyncio.to_thread(fetch, "tiny"), tmp_path / "gateway.ready"
+    caller_trace, caller_span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with collecting() as collector:
+        workers = ("--engine-option", f"tokenizer={tokenizer}", "--engine-option", "vocabulary_size=2048")
+        async with running(own_server, collector, "sim", tmp_path, workers=workers) as system:
+            await system.start("gateway", "gateway-1", "--model", "sim", "--port", "0", "--no-over-nats", "--ready-file", str(ready))
+            while not ready.exists():
+                assert system.is_alive("gateway-1"), system.log("gateway-1")
+                await asyncio.sleep(0.1)
+            async with httpx.AsyncClient(base_url=json.loads(ready.read_text())["url"], timeout=60) as http:
+                body = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "ignore_eos": True}
+                response = await http.post("/chat/completions", json=body, headers={"traceparent": f"00-{caller_trace}-{caller_span}-01"})
+                assert response.status_code == 200, response.text
+        [root] = named(collector.spans, "request")
+        assert (root.service, root.instance, root.trace_id, root.parent_id) == ("jetwake-gateway", "gateway-1", caller_trace, caller_span)
+        spans = [span for span in collector.of_request(root.attributes["jetwake.request.id"]) if span is not root]
+        assert sorted(span.name for span in spans) == ["decode", "prefill", "route", "transfer"]
+        assert {(span.trace_id, span.parent_id) for span in spans} == {(caller_trace, root.span_id)}
+        assert all(root.start_ns <= span.start_ns <= span.end_ns for span in spans)
 
 
 async def test_an_attempt_that_was_lost_is_in_the_same_trace(own_server: NatsServer, tmp_path: Path) -> None:
