@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 COMMAND = re.compile(r"^    ((?:make|jetwake|curl|\.) .*)$")
 UP_READY_S = 300
@@ -111,21 +112,21 @@ class Walk:
 
     def _up(self, line: str) -> None:
         self.down()
-        self.system = self._start(line)
-        assert self.system.stdout is not None
-        os.set_blocking(self.system.stdout.fileno(), False)
+        told = self.root / "up.log"
+        with told.open("w") as log:
+            self.system = self._start(line, log)
         said, until_s = "", time.monotonic() + UP_READY_S
         while "ready" not in said:
             assert self.system.poll() is None, f"it ended with exit code {self.system.returncode}: {said[-1500:]}"
             assert time.monotonic() < until_s, f"not ready after {UP_READY_S} s: {said[-1500:]}"
-            said += self.system.stdout.read() or ""
             time.sleep(0.2)
+            said = told.read_text()
         found = re.search(r"nats://\S+", said)
         self.broker = found[0] if found else ""
 
-    def _start(self, line: str) -> subprocess.Popen[str]:
+    def _start(self, line: str, output: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            shlex.split(line), cwd=self.root, env=self._environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            shlex.split(line), cwd=self.root, env=self._environment(), stdout=output, stderr=subprocess.STDOUT, text=True
         )
 
     def _stop(self, process: subprocess.Popen[str]) -> None:
