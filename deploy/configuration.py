@@ -27,6 +27,7 @@ from .role_settings import EngineSettings, RouterSettings, SimulatedOptions, Tel
 FILE_NAME = "jetwake.toml"
 FILE_VARIABLE = "JETWAKE_CONFIG"
 PREFIX = "JETWAKE_"
+"""Of what a user says. What processes of Jetwake tell their children begins with an underscore, so that it is never taken for a setting."""
 
 _KUBERNETES = re.compile(r"(^|_)(service_host|service_port(_\w+)?|port_\d+_(tcp|udp)(_\w+)?)$")
 """Kubernetes tells every pod of the services around it: with one called jetwake-gateway there is a JETWAKE_GATEWAY_SERVICE_HOST."""

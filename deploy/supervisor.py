@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..schemas.errors import SetupError
 
-PARENT_VARIABLE = "JETWAKE_PARENT_PID"
+PARENT_VARIABLE = "_JETWAKE_PARENT_PID"
 USAGE_EXIT_CODE = 2
 
 

@@ -20,7 +20,7 @@ from .settings import VllmSettings, environment
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-ENGINE_VARIABLE = "JETWAKE_ENGINE_ID"
+ENGINE_VARIABLE = "_JETWAKE_ENGINE_ID"
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 POLL_S = 0.1
 KILL_WAIT_S = 10.0

@@ -18,7 +18,7 @@ from ..supervisor import Child, Supervisor
 from .links import Links
 from .plan import Targets
 
-RUN_VARIABLE = "JETWAKE_CHAOS_RUN"
+RUN_VARIABLE = "_JETWAKE_CHAOS_RUN"
 """In the environment of every process of a run, and of theirs: that finds what outlives it."""
 LONGEST_PAUSE_S = 4.0
 MOST_REPLICAS = 3

@@ -63,7 +63,7 @@ def options(
 
 
 def main() -> None:
-    parent = os.environ.pop("JETWAKE_PARENT_PID", "")
+    parent = os.environ.pop("_JETWAKE_PARENT_PID", "")
     if parent.isdigit():
         die_with_parent(int(parent))
     app()

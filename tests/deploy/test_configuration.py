@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from jetwake.deploy.cli import app
 from jetwake.deploy.cli.configured import FLAGS, PAIRS, setting_of
-from jetwake.deploy.configuration import BY_NAME, SECTIONS, Configuration, load
+from jetwake.deploy.configuration import BY_NAME, SECTIONS, Configuration, load, variable
 from jetwake.deploy.configuration_view import MASK, reference_page
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
@@ -22,6 +23,7 @@ from jetwake.pipeline.settings import BrokerSettings
 from jetwake.schemas.errors import SetupError
 
 ROOT = Path(__file__).parents[2]
+VARIABLE = re.compile(r'"(_?JETWAKE_[A-Z_]+)"')
 ONLY_OF_ONE_RUN = {"broker", "config", "context", "health_file"}
 
 
@@ -110,6 +112,17 @@ def test_variables_are_refused_by_their_own_names(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("JETWAKE_LIMITS", "max_requests=5")
     with pytest.raises(SetupError, match="JETWAKE_LIMITS is no setting by itself"):
         load(None)
+
+
+def test_what_processes_tell_each_other_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that runs an engine in itself passes the engine's variables on to every `jetwake` that it starts."""
+    folders = ("schemas", "pipeline", "producers", "consumers", "deploy")
+    named = {name for folder in folders for path in (ROOT / folder).rglob("*.py") for name in VARIABLE.findall(path.read_text())}
+    for name in named - {"JETWAKE_CONFIG"}:
+        if name not in {variable(section.name, key) for section in SECTIONS for key in section.keys}:
+            monkeypatch.setenv(name, "1")
+    assert {"_JETWAKE_ENGINE_ID", "_JETWAKE_PARENT_PID", "JETWAKE_STATE_DIR"} <= os.environ.keys()
+    assert not any(load(None).section(section.name) for section in SECTIONS)
 
 
 def test_what_kubernetes_says_of_services_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
