@@ -212,7 +212,7 @@ def _router() -> list[Right]:
         Right(
             "make streams and shared consumers that are missing; it cannot change or delete any",
             (
-                *_api(*(f"STREAM.CREATE.{name}" for name in _declared())),
+                *_api(*(f"STREAM.CREATE.{name}" for name in _declared()), f"STREAM.INFO.{streams.DEAD.name}"),
                 *(subject for spec in streams.SHARED_CONSUMERS for subject in _making(spec)),
             ),
         ),

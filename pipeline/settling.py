@@ -37,7 +37,7 @@ class Held:
 
     @property
     def identity(self) -> tuple[int, int]:
-        return self.facts.sequence, self.facts.stored_ns  # a stream that was made anew counts from 1 again
+        return self.facts.sequence, self.facts.stored_ns  # after a power cut, a broker may give a sequence again
 
 
 class Settler:

@@ -2,14 +2,15 @@
 
 Reads `schemas.streams` through `TopologySettings`; writes the JetStream API. Promises: doing it twice changes nothing the
 second time; nothing is ever deleted here but a consumer by its name; what cannot be changed on a live stream (retention,
-storage) is an error in the broker's own words.
+storage) is an error in the broker's own words; a stream that is made anew gives no sequence of the one before again (dead letters
+apart).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.errors import BusRejected, StreamMissing
-from ..schemas.streams import HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
+from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
 from .connection import Bus
@@ -53,13 +54,11 @@ async def restore_missing(bus: Bus, settings: TopologySettings) -> list[str]:
     What is there is left as it is: another process may declare it otherwise.
     """
     names = await missing_streams(bus, settings)
-    for config in _declared_streams(settings):
-        if config["name"] in names:
-            await api(bus, f"STREAM.CREATE.{config['name']}", config)
+    made = [config["name"] for config in _declared_streams(settings) if config["name"] in names and await _create(bus, config)]
     for spec in SHARED_CONSUMERS:
         if spec.stream in names:
             await ensure_consumer(bus, spec)
-    return [f"stream {name}" for name in names]
+    return [f"stream {name}" for name in made]
 
 
 async def missing_streams(bus: Bus, settings: TopologySettings) -> list[str]:
@@ -100,7 +99,7 @@ async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
 async def delete_message(bus: Bus, stream: str, sequence: int, message_id: str = "") -> bool:
     """Takes one message out of a stream, whoever holds it. False when it was not there (any more).
 
-    `message_id`: only if that is its id. A stream that was lost and made anew counts from 1 again.
+    `message_id`: only if that is its id. A broker that does not sync at once may give a sequence again after a power cut.
     """
     try:
         if message_id:
@@ -221,11 +220,34 @@ async def consumers_of(bus: Bus, stream: str) -> list[Json]:
 async def _ensure_stream(bus: Bus, config: Json) -> list[str]:
     name = config["name"]
     there = await _info(bus, f"STREAM.INFO.{name}")
+    if there is None:
+        if await _create(bus, config):
+            return [f"stream {name}: missing"]
+        there = await _info(bus, f"STREAM.INFO.{name}")
     difference = _difference(there, config)
-    if not difference:
-        return []
-    await api(bus, f"STREAM.{'UPDATE' if there else 'CREATE'}.{name}", {**(there or {}).get("config", {}), **config})
-    return [f"stream {name}: {difference}"]
+    if difference:
+        await api(bus, f"STREAM.UPDATE.{name}", {**(there or {}).get("config", {}), **config})
+    return [f"stream {name}: {difference}"] if difference else []
+
+
+async def _create(bus: Bus, config: Json) -> bool:
+    """False when somebody else was faster, whatever they declared.
+
+    The stream counts from the broker's time in microseconds, so that one that was lost or deleted never gives a sequence again: whatever
+    was said about an earlier message (an acknowledgement that comes late, a revision, how far a queue was taken) is about none of this
+    stream. Dead letters count from 1, because people type these numbers.
+    """
+    name = config["name"]
+    if name != DEAD.name:
+        now_ns = timestamp_ns(str((await api(bus, f"STREAM.INFO.{DEAD.name}"))["ts"]))
+        config = config | {"first_seq": now_ns // 1000}
+    try:
+        await api(bus, f"STREAM.CREATE.{name}", config)
+    except BusRejected:
+        if name not in await _stream_names(bus):
+            raise
+        return False
+    return True
 
 
 async def _consumer_difference(bus: Bus, spec: ConsumerSpec) -> str:
@@ -255,8 +277,9 @@ def _same(there: Any, declared: Any) -> bool:
 
 
 def _declared_streams(settings: TopologySettings) -> list[Json]:
+    """Dead letters first: the others' beginning is read from that stream."""
     return [
-        *(_stream_config(spec) for spec in settings.streams()),
+        *(_stream_config(spec) for spec in sorted(settings.streams(), key=lambda spec: spec.name != DEAD.name)),
         *(_bucket_config(spec) for spec in settings.buckets()),
         *(_objects_config(spec) for spec in settings.objects()),
     ]

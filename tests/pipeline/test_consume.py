@@ -324,3 +324,25 @@ async def test_what_was_in_hand_when_the_store_was_lost_is_let_go(own_server: Na
             gate.set()
             await until(lambda: consumer.in_hand == 0)
             await until_queued(bus, unique, 0)
+
+
+async def test_what_is_said_late_about_a_lost_queue_concerns_no_message_of_the_new_one(own_server: NatsServer, unique: str) -> None:
+    """The handlers of a queue that is gone end when as many messages of the one made anew are in hand, with the same worker's name."""
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        gates = {"old": asyncio.Event(), "new": asyncio.Event()}
+        worker = Worker(bus, unique, slots=8, behave=lambda delivery: gates[delivery.message.request.request_id[:3]].wait())  # type: ignore[arg-type, return-value]
+        await worker.put("old1", "old2")
+        async with worker.running_consumer() as consumer:
+            await until(lambda: worker.running == 2)
+            await own_server.restart(empty_store=True)
+            await bus.wait_connected()
+            await ensure_topology(bus, TopologySettings())
+            await worker.put("new1", "new2")
+            await until(lambda: worker.running == 4)
+            gates["old"].set()
+            await until(lambda: consumer.in_hand == 2)
+            assert (await consumer_counts(bus))[subjects.prefill(unique)].in_progress == 2
+            assert await queued(bus, unique) == 2
+            gates["new"].set()
+            await until_queued(bus, unique, 0)
+        assert [delivery.deliveries for delivery in worker.handled] == [1] * 4

@@ -1,5 +1,7 @@
 """Declared state and the broker's: made once, compared in words, repaired."""
 
+import asyncio
+
 import pytest
 from pydantic import ValidationError
 
@@ -15,12 +17,13 @@ from jetwake.pipeline.topology import (
     drift,
     ensure_consumer,
     ensure_topology,
+    restore_missing,
     stream_counts,
     subject_counts,
 )
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import StreamMissing
-from jetwake.schemas.streams import HANDOFF, PREFILL, STREAMS, ConsumerSpec, prefill_consumer
+from jetwake.schemas.streams import BUCKETS, DEAD, HANDOFF, OBJECTS, PREFILL, STREAMS, ConsumerSpec, prefill_consumer
 
 
 async def test_the_second_time_changes_nothing(bus: Bus) -> None:
@@ -41,6 +44,35 @@ async def test_drift_says_what_differs_and_ensure_repairs_it(own_server: NatsSer
         assert await drift(bus, wanted) == expected
         assert await ensure_topology(bus, wanted) == expected
         assert await drift(bus, wanted) == []
+
+
+async def test_a_stream_that_is_made_anew_gives_no_sequence_again(own_server: NatsServer) -> None:
+    """Whether it was deleted or lost with the store, and whichever of several processes makes it."""
+
+    async def next_sequences(bus: Bus) -> dict[str, int]:
+        infos = {name: await api(bus, f"STREAM.INFO.{name}") for name in await stream_counts(bus) if name != DEAD.name}
+        return {name: info["state"]["last_seq"] + 1 for name, info in infos.items()}
+
+    async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
+        before = await next_sequences(bus)
+        assert len(before) == len(STREAMS) + len(BUCKETS) + len(OBJECTS) - 1
+        used = {name: sequence + 1000 for name, sequence in before.items()}  # what each may have given by now
+        for name in before:
+            await api(bus, f"STREAM.DELETE.{name}")
+        made = await asyncio.gather(*(restore_missing(bus, TopologySettings()) for _ in range(5)))
+        assert sorted(line for lines in made for line in lines) == sorted(f"stream {name}" for name in before)
+        anew = await next_sequences(bus)
+        assert all(anew[name] > used[name] for name in before)
+        await own_server.restart(empty_store=True)
+        await bus.wait_connected()
+        await ensure_topology(bus, TopologySettings())
+        again = await next_sequences(bus)
+        assert all(again[name] > anew[name] + 1000 for name in before)
+        await own_server.restart()
+        await bus.wait_connected()
+        await ensure_topology(bus, TopologySettings())
+        kept = await next_sequences(bus)
+        assert all(kept[spec.name] == again[spec.name] for spec in STREAMS if spec.name in kept and spec.storage == "file")
 
 
 async def test_a_consumer_is_declared_counted_and_deleted(bus: Bus, publisher: Publisher, unique: str) -> None:
