@@ -6,7 +6,8 @@
             print(piece.text, end="")
 
 Writes `jw.requests.<model>.<class>` and `jw.cancel.<request>`, reads `jw.replies.<client>.>` and `jw.results`. Promises: a request
-that `submit` returned is stored; its answer ends with `Submitted.answer`, or with an error that says how it ended instead.
+that `submit` returned is stored; its answer ends with `Submitted.answer`, or with an error that says how it ended instead. One that may be
+stored and of which nobody can hear, because whoever sent it was cancelled meanwhile, is cancelled too.
 """
 
 import asyncio
@@ -57,6 +58,8 @@ from .text import ChatMessage, TextCodec, TextStream, load_text_codec
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or chat messages."""
 DEFAULT_MAX_TOKENS = 256
+LEAVING_S = 1.0
+"""How long somebody who leaves is kept until the order to cancel is stored. Where the broker is away, it goes out later."""
 
 
 class Submitted(Reading):
@@ -92,6 +95,7 @@ class Client:
         self._overload = OverloadEstimate(bus)
         self._models: dict[str, ModelCard] = {}
         self._codecs: dict[str, TextCodec] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @classmethod
     @asynccontextmanager
@@ -106,7 +110,10 @@ class Client:
             client = cls(bus, name)
             await client._clock.sync()
             await client._inbox.start()
-            yield client
+            try:
+                yield client
+            finally:
+                await client._finish_leaving()
 
     def now_ns(self) -> int:
         """Server time."""
@@ -123,15 +130,16 @@ class Client:
         """Publishes one request. `options`: those of `prepare`, and the fields of `Sampling`.
 
         When this returns, the request is accepted: it will end. Raises InvalidRequest, PromptTooLong, PayloadTooLarge,
-        UnknownModel (before anything is sent), Overloaded (try again later), BrokerUnavailable.
+        UnknownModel (before anything is sent), Overloaded (try again later), BrokerUnavailable. Being cancelled meanwhile cancels the
+        request. After BrokerUnavailable it may be accepted all the same: with a `request_id` of your own, `resume` tells; another is cancelled.
         """
         request = await self.prepare(prompt, **options)
-        return await self._publish(request, await self._text_stream(request))
+        return await self._publish(request, await self._text_stream(request), has_own_id=bool(options.get("request_id")))
 
     async def submit_request(self, request: InferenceRequest) -> Submitted:
         """`submit` for a request that is made already. Its replies come here only if its gateway is this client's name."""
         await self._model(request.model)
-        return await self._publish(request, await self._text_stream(request))
+        return await self._publish(request, await self._text_stream(request), has_own_id=True)
 
     async def prepare(
         self,
@@ -216,7 +224,7 @@ class Client:
             ended = True
         finally:
             if not ended:
-                await submitted.cancel()
+                await self._leave(submitted.request_id)
 
     async def generate(self, prompt: Prompt, **options: Any) -> Answer:
         """`submit` and wait for the end. When the waiting is cancelled, so is the request."""
@@ -224,13 +232,31 @@ class Client:
         try:
             return await submitted.answer()
         except asyncio.CancelledError:
-            with suppress(BusError):  # cut off: then it runs to its end, or until its deadline
-                await submitted.cancel()
+            await self._leave(submitted.request_id)
             raise
 
     async def cancel(self, request_id: str) -> None:
         """Whoever holds the request ends it; a request that has ended already stays as it ended."""
         await cancel_request(self._publisher, request_id)
+
+    async def _leave(self, request_id: str) -> None:
+        """Cancels a request of which nobody will hear, in a task of its own: whoever leaves may be cancelled once more."""
+
+        async def order() -> None:
+            with suppress(BusError):  # cut off: then it runs to its end, or until its deadline
+                await self.cancel(request_id)
+
+        task = asyncio.create_task(order())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        await asyncio.wait({task}, timeout=LEAVING_S)
+
+    async def _finish_leaving(self) -> None:
+        """A broker that is away is not waited for any longer than for anything else when a connection is closed."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=self._bus.settings.request_timeout_s)
+        for task in self._leaving:
+            task.cancel()
 
     async def explain(self, prompt: Prompt | None = None, *, request_id: str = "", **options: Any) -> Explanation:
         """Why the request with this id went where it went, or where a request with this prompt would go now (nothing is sent).
@@ -250,13 +276,15 @@ class Client:
         codec, sampling = await self._codec(self._models[request.model]), request.sampling
         return TextStream(codec, sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens)
 
-    async def _publish(self, request: InferenceRequest, text: TextStream) -> Submitted:
+    async def _publish(self, request: InferenceRequest, text: TextStream, *, has_own_id: bool) -> Submitted:
+        """`has_own_id`: whoever asks can find the request again when this fails."""
         root = Root(self.now_ns, request.times.received_ns or self.now_ns(), SpanKind.CLIENT)
         request = root.carried_by(request)
         replies = self._inbox.open(request.request_id, request.model, request.deadline_ns)
         sent_s = time.perf_counter()
         try:
             await store_request(self._publisher, request)
+            await announce(self._publisher, request)
         except Overloaded as error:
             replies.close()
             root.end(error_code=error.code, error_text=str(error))
@@ -265,8 +293,9 @@ class Client:
         except BaseException as error:
             replies.close()
             root.end(error_code=error.code if isinstance(error, JetwakeError) else JetwakeError.code, error_text=str(error))
+            if isinstance(error, asyncio.CancelledError) or (isinstance(error, BrokerUnavailable) and not has_own_id):
+                await self._leave(request.request_id)  # it may be stored
             raise
-        await announce(self._publisher, request)
         submitted = Submitted(self, request, replies, text, root)
         submitted.sent_s = sent_s
         return submitted

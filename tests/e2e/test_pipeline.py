@@ -1,6 +1,8 @@
 """One request's whole way, many times over: real broker, real NIXL, simulated engines whose every pulled block is verified."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,12 +12,15 @@ from fleet import Fleet, fleet_of
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage
+from jetwake.pipeline.jetstream import stored_messages
 from jetwake.pipeline.publish import Publisher
-from jetwake.pipeline.topology import consumer_counts
+from jetwake.pipeline.settings import BrokerSettings
+from jetwake.pipeline.topology import consumer_counts, queue_progress
 from jetwake.producers.client import Answer, Client
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode, encode
 from jetwake.schemas.errors import (
+    BrokerUnavailable,
     DeadlineExceeded,
     InvalidRequest,
     PayloadTooLarge,
@@ -24,8 +29,9 @@ from jetwake.schemas.errors import (
     RequestFailed,
     UnknownModel,
 )
-from jetwake.schemas.replies import DeadLetter, Failed, Reply
+from jetwake.schemas.replies import AnyTerminal, DeadLetter, Failed, Reply
 from jetwake.schemas.requests import InferenceRequest, Sampling
+from jetwake.schemas.streams import REQUESTS, RESULTS
 from jetwake.schemas.tokens import pack_tokens
 
 Pair = tuple[Fleet, Client]
@@ -246,6 +252,60 @@ async def test_leaving_a_stream_early_cancels_it(nats_server: NatsServer, unique
         await anext(stream)
         await stream.aclose()
         await idle(fleet)
+
+
+async def test_whoever_is_cancelled_while_sending_leaves_no_request_behind(own_server: NatsServer) -> None:
+    """Cancelled after ever more turns of the loop, some twice: before the request is sent, while it is stored, and after."""
+    async with fleet_of(own_server.url, prefill=1, decode=1, timing=SLOW) as (fleet, client), Bus.connect(fleet.broker, "test") as bus:
+
+        async def ask(number: int) -> None:
+            if number % 4 < 2:
+                await client.generate(prompt_of(number), max_tokens=30_000)
+            else:
+                async for _ in client.stream(prompt_of(number), max_tokens=30_000):
+                    pass
+
+        await client.generate(prompt_of(999), max_tokens=1)
+        before = sum(await queue_progress(bus, REQUESTS.name))
+        for number in range(100):
+            asking = asyncio.create_task(ask(number))
+            for _ in range(number * number // 10):
+                await asyncio.sleep(0)
+            asking.cancel()
+            if number % 2:
+                await asyncio.sleep(0)
+                asking.cancel()
+            await asyncio.wait([asking])
+            assert asking.cancelled()
+        stored = sum(await queue_progress(bus, REQUESTS.name)) - before
+        assert 10 < stored < 100
+        assert await ends_of(bus, client, 1 + stored) == ["finished"] + ["cancelled"] * stored
+        await idle(fleet)
+
+
+async def test_a_request_of_which_it_is_not_known_whether_it_was_stored(own_server: NatsServer) -> None:
+    """The broker stands still as it is sent. Where nobody knows its id it is cancelled; else it can be found, and ends."""
+    async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, _), Bus.connect(fleet.broker, "test") as bus:
+        hasty = BrokerSettings(url=own_server.url, request_timeout_s=0.5, publish_deadline_s=0.5)
+        async with Client.connect(hasty) as client:
+            client.default_model = "sim"
+            await client.generate(prompt_of(1), max_tokens=1)
+            for options in ({"max_tokens": 30_000}, {"max_tokens": 20, "request_id": "mine"}):
+                os.kill(own_server.pid, signal.SIGSTOP)
+                with pytest.raises(BrokerUnavailable):
+                    await client.submit(prompt_of(2), **options)
+                os.kill(own_server.pid, signal.SIGCONT)
+            assert await ends_of(bus, client, 3) == ["finished", "cancelled", "finished"]
+            assert len((await (await client.resume("mine")).answer()).token_ids) == 20
+        await idle(fleet)
+
+
+async def ends_of(bus: Bus, client: Client, count: int) -> list[str]:
+    """How its requests ended, in the order of their ends, as soon as there are so many."""
+    async with asyncio.timeout(30):
+        while len(ends := await stored_messages(bus, RESULTS.name, subjects.results_of("*", client.name))) < count:
+            await asyncio.sleep(0.05)
+    return [decode(end.data, AnyTerminal).type for end in ends]
 
 
 async def test_a_request_whose_deadline_passes_while_it_generates_expires(nats_server: NatsServer, unique: str) -> None:
