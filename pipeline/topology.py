@@ -3,13 +3,14 @@
 Reads `schemas.streams` through `TopologySettings`; writes the JetStream API. Promises: doing it twice changes nothing the
 second time; nothing is ever deleted here but a consumer by its name; what cannot be changed on a live stream (retention,
 storage) is an error in the broker's own words; a stream that is made anew gives no sequence of the one before again (dead letters
-apart).
+apart). A consumer of which that is true is made anew: its messages stay in the stream, and those that somebody held are delivered again.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.errors import BusRejected, StreamMissing
+from ..schemas.errors import BusRejected, NotPermitted, StreamMissing
 from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
@@ -17,7 +18,11 @@ from .connection import Bus
 from .jetstream import Json, api, bucket_stream, chunk_subject, create_path, key_subject, message_at, meta_subject, objects_stream
 from .settings import TopologySettings
 
+logger = logging.getLogger(__name__)
+
 _NS = 1_000_000_000
+_FIXED = ("max_waiting", "deliver_policy", "ack_policy", "replay_policy")
+"""What the broker changes on no live consumer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,32 @@ async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
 
 
 async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
-    """Creates or updates one durable. Raises StreamMissing when its stream is not there."""
+    """Creates or updates one durable; one of an earlier version that cannot be updated is made anew.
+
+    Raises StreamMissing when its stream is not there, and NotPermitted when this user may not make it anew.
+    """
     path = create_path(spec.stream, spec.durable, spec.filter_subject)
-    await api(bus, path, {"stream_name": spec.stream, "config": _consumer_config(spec), "action": ""})
+    question = {"stream_name": spec.stream, "config": _consumer_config(spec), "action": ""}
+    try:
+        await api(bus, path, question)
+    except BusRejected as error:
+        old = _fixed_otherwise(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), _consumer_config(spec))
+        if not old:
+            raise
+        logger.warning("consumer %s/%s is of an earlier version (%s) and is made anew", spec.stream, spec.durable, old)
+        try:
+            await delete_consumer(bus, spec.stream, spec.durable)
+        except NotPermitted as refused:
+            raise NotPermitted(
+                f"{error}; consumer {spec.stream}/{spec.durable} is of an earlier version ({old}), and this user may not delete it:"
+                " `jetwake nats declare` as the admin makes it anew, and loses no message"
+            ) from refused
+        await api(bus, path, question)
+
+
+def _fixed_otherwise(there: Json | None, declared: Json) -> str:
+    """What of a consumer that is there can only be changed by making it anew. Empty: nothing."""
+    return "" if there is None else _difference(there, {key: declared[key] for key in _FIXED})
 
 
 async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:

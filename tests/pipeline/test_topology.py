@@ -1,13 +1,14 @@
 """Declared state and the broker's: made once, compared in words, repaired."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.pipeline.connection import Bus
-from jetwake.pipeline.jetstream import api
+from jetwake.pipeline.connection import Bus, RawMessage
+from jetwake.pipeline.jetstream import api, pull_subject
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import (
@@ -84,6 +85,21 @@ async def test_a_consumer_is_declared_counted_and_deleted(bus: Bus, publisher: P
     assert await delete_consumer(bus, PREFILL.name, unique)
     assert not await delete_consumer(bus, PREFILL.name, unique)
     assert (await subject_counts(bus, PREFILL.name))[subject] == 1
+
+
+async def test_a_consumer_of_an_earlier_version_is_made_anew_and_loses_nothing(bus: Bus, publisher: Publisher, unique: str) -> None:
+    subject, spec = subjects.prefill(unique), prefill_consumer(unique)
+    await ensure_consumer(bus, replace(spec, max_waiting=64))
+    for data in (b"held", b"waits"):
+        await publisher.store_bytes(subject, data, message_id=unique + data.decode())
+    taken, inbox = asyncio.Queue[RawMessage](), bus.new_inbox()
+    await bus.subscribe(inbox, taken.put_nowait)
+    await bus.publish_with_reply(pull_subject(PREFILL.name, unique), b'{"batch": 1}', inbox)
+    assert ((await taken.get()).data, (await consumer_counts(bus))[subject]) == (b"held", QueueCount(pending=1, in_progress=1, delivered=1))
+    await ensure_consumer(bus, spec)
+    assert (await consumer_counts(bus))[subject] == QueueCount(pending=2, in_progress=0)
+    await bus.publish_with_reply(pull_subject(PREFILL.name, unique), b'{"batch": 1}', inbox)
+    assert (await taken.get()).data == b"held"
 
 
 async def test_every_stream_is_counted(bus: Bus) -> None:

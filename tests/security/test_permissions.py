@@ -1,10 +1,12 @@
 """What each user of a secured broker may not do, tried for real; and that whoever tries hears of it at once, with the subject."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jetwake.deploy.nats_declare import declare_all
 from jetwake.deploy.nats_users import as_table
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
@@ -12,11 +14,12 @@ from jetwake.pipeline.jetstream import api, last_message, last_messages, stored_
 from jetwake.pipeline.permissions import Role
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
-from jetwake.pipeline.settings import BrokerSettings
+from jetwake.pipeline.settings import BrokerSettings, TopologySettings
+from jetwake.pipeline.topology import delete_consumer, ensure_consumer
 from jetwake.producers.client import Client
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import BusRejected, JetwakeError, NotPermitted, SetupError
-from jetwake.schemas.streams import ANSWERS, OPENAI_BODIES, REPLIES, RESULTS, STREAMS
+from jetwake.schemas.streams import ANSWERS, OPENAI_BODIES, REPLIES, RESULTS, STREAMS, router_consumer
 
 from .conftest import Secured
 
@@ -186,6 +189,22 @@ async def test_a_consumer_made_under_one_filter_has_no_other(secured: Secured, u
                 await api(bus, path, {"stream_name": "JW_PREFILL", "config": whole, "action": ""})
         with pytest.raises(JetwakeError):
             await api(bus, path, {"stream_name": "JW_REQUESTS", "config": {"name": unique, "filter_subject": f"jw.prefill.{unique}"}})
+
+
+async def test_a_consumer_of_an_earlier_version_is_for_the_admin_to_make_anew(secured: Secured) -> None:
+    spec = router_consumer("batch")
+    async with (
+        Bus.connect(secured.settings("admin"), "admin") as admin,
+        Bus.connect(secured.settings("router"), "router") as router,
+    ):
+        await delete_consumer(admin, spec.stream, spec.durable)
+        await ensure_consumer(admin, replace(spec, max_waiting=64))
+        with pytest.raises(NotPermitted, match="jetwake nats declare"):
+            await ensure_consumer(router, spec)
+        assert await declare_all(admin, TopologySettings(), []) == [
+            f"consumer {spec.stream}/{spec.durable}: max_waiting is 64, declared {spec.max_waiting}"
+        ]
+        await ensure_consumer(router, spec)
 
 
 async def test_results_of_jobs_reach_their_tenant_and_no_other(secured: Secured, unique: str) -> None:
