@@ -47,7 +47,7 @@ async def measure_overhead(requests: int, prompt_tokens: int, sync_always: bool)
             ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             system = local_system("simulated", MODEL, "", [], "kv_aware", (1, 1, 0), Path(folder) / "system", broker)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_local(system, stopping, ready.set_result, lambda _: None))
+                tasks.create_task(run_local(system, stopping, lambda url, _: ready.set_result(url), lambda _: None))
                 await ready
                 body_bytes = 4 * prompt_tokens + 1000
                 floor_s = await measure_floor(server.url, requests // 2, body_bytes)

@@ -5,7 +5,6 @@ no process and no file is left.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from ..pipeline.topology import ensure_topology
 from ..schemas.errors import JetwakeError
 from .app import first_of
 from .local import children_of, local_system, ready_file, wait_until_served
-from .local_gateway import LocalGateway, wait_until_ready
+from .local_gateway import LocalGateway, admin_url
 from .nats_server import NatsServer
 from .supervisor import Child, Supervisor
 
@@ -61,9 +60,9 @@ async def running(system: BenchSystem, report: Callable[[str], None]) -> AsyncGe
                     tasks.create_task(supervisor.run())
                     await _wait_until_met(broker, system)
                     await wait_until_served(broker, system.model)
-                    admin_url = await _admin_url(ready_file(logs)) if system.gateway is not None else ""
+                    gateway_url = await admin_url(ready_file(logs)) if system.gateway is not None else ""
                     processes = {"broker": server.pid} | {child.name: child.pid for child in supervisor.children}
-                    yield RunningSystem(broker, processes, admin_url)
+                    yield RunningSystem(broker, processes, gateway_url)
                     supervisor.stop()
             except BaseExceptionGroup as group:
                 ours = group.subgroup(JetwakeError)
@@ -82,11 +81,6 @@ def children(system: BenchSystem, broker: BrokerSettings, logs: Path, report: Ca
     parts = (replace(prefill, decode=0, gateway=None), replace(decode, prefill=0))
     first, second = (children_of(part, broker.url, logs) for part in parts)
     return [*first, *second[1:]]  # each part comes with a router, and one is enough
-
-
-async def _admin_url(ready: Path) -> str:
-    await wait_until_ready(ready)
-    return str(json.loads(ready.read_text())["admin_url"])
 
 
 async def _wait_until_met(broker: BrokerSettings, system: BenchSystem) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.clock import ServerClock
 from ..pipeline.connection import Bus
+from ..pipeline.permissions import inbox_prefix
 from ..pipeline.publish import Publisher
 from ..pipeline.replies import ReplyInbox
 from ..pipeline.settings import BrokerSettings, TopologySettings
@@ -27,6 +28,7 @@ from .health import Health, HealthTeller
 log = logging.getLogger(__name__)
 
 MODEL_POLL_S = 0.25
+NO_RIGHTS = "a gateway's user may not look: start it with --dashboard-nkey-file and the observer's seed, or run `jetwake dashboard` as that"
 
 
 async def run_gateway(
@@ -63,7 +65,7 @@ async def run_gateway(
 
         batches = GatewayBatches(settings.batches, bus, publisher, clock, settings.name, card.model)
         kept = KeptStreams(bus, publisher, inbox, settings.resume_grace_s) if settings.resume_grace_s else None
-        dashboard = Dashboard(broker)
+        dashboard = Dashboard(looking_broker(broker, settings), NO_RIGHTS if settings.dashboard_nkey_file is None else "")
         page = for_loopback(dashboard.app) if is_loopback(settings.admin_host) else dashboard.app
         server = GatewayServer(settings, submitter, keys.gate, batches.routes(settings.retry_after_s), kept, page, metrics_text)
         await server.open()
@@ -92,6 +94,14 @@ async def run_gateway(
         if doors is not None:
             loops.append(doors.run())
         await run_until(stopping, loops, drain)
+
+
+def looking_broker(broker: BrokerSettings, settings: GatewaySettings) -> BrokerSettings:
+    """As whom the live page looks: where the broker has users, a gateway's own may not."""
+    if settings.dashboard_nkey_file is None:
+        return broker
+    observer = {"nkey_file": settings.dashboard_nkey_file, "credentials": None, "inbox_prefix": inbox_prefix("observer"), "name": ""}
+    return broker.model_copy(update=observer)
 
 
 def health_of_gateway(submitter: Submitter, stopping: asyncio.Event) -> Health:

@@ -24,7 +24,7 @@ from .configuration import NOTHING_CONFIGURED, Configuration
 from .demo_model import fetch
 from .engines import ENGINES
 from .limits import topology_settings_of
-from .local_gateway import LocalGateway, engine_options_for, wait_until_ready
+from .local_gateway import LocalGateway, admin_url, engine_options_for
 from .nats_server import NatsServer
 from .options import parse_options
 from .role_settings import router_settings, worker_settings
@@ -192,9 +192,12 @@ async def locked_store(store: Path | None) -> AsyncGenerator[Path]:
 
 
 async def run_local(
-    system: LocalSystem, stopping: asyncio.Event, on_ready: Callable[[str], None], on_change: Callable[[Sequence[Child]], None]
+    system: LocalSystem, stopping: asyncio.Event, on_ready: Callable[[str, str], None], on_change: Callable[[Sequence[Child]], None]
 ) -> None:
-    """Runs the system until `stopping`. Raises SetupError when a part of it can never start."""
+    """Runs the system until `stopping`. `on_ready` hears where its broker is, and its live page (empty: there is no gateway).
+
+    Raises SetupError when a part of it can never start.
+    """
     async with locked_store(system.store) as store, broker_of(system, store) as broker:
         ready_file(store / "logs").unlink(missing_ok=True)
         children = children_of(system, broker.url, store / "logs")
@@ -228,11 +231,10 @@ async def broker_of(system: LocalSystem, store: Path) -> AsyncGenerator[BrokerSe
             path.unlink(missing_ok=True)
 
 
-async def _say_ready(system: LocalSystem, broker: BrokerSettings, store: Path, on_ready: Callable[[str], None]) -> None:
+async def _say_ready(system: LocalSystem, broker: BrokerSettings, store: Path, on_ready: Callable[[str, str], None]) -> None:
     await wait_until_served(broker, system.model)
-    if system.gateway is not None:
-        await wait_until_ready(ready_file(store / "logs"))
-    on_ready(broker.url)
+    page_url = f"{await admin_url(ready_file(store / 'logs'))}/dashboard" if system.gateway is not None else ""
+    on_ready(broker.url, page_url)
 
 
 async def wait_until_served(broker: BrokerSettings, model: str) -> None:

@@ -83,9 +83,11 @@ def flag_value(flags: Sequence[str], name: str) -> str:
     return ""
 
 
-async def wait_until_ready(ready_file: Path) -> None:
-    while not ready_file.exists():
+async def admin_url(ready_file: Path) -> str:
+    """Where its metrics, health and live page are, as soon as it serves."""
+    while not (ready_file.exists() and (text := ready_file.read_text())):
         await asyncio.sleep(0.05)
+    return str(json.loads(text)["admin_url"])
 
 
 def _vocabulary_size(folder: Path) -> int:

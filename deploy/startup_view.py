@@ -48,9 +48,11 @@ class StartupView:
                 self._told[child.name] = child.state
                 self._console.print(f"{child.name}: {child.state}", highlight=False)
 
-    def ready(self, url: str) -> None:
+    def ready(self, url: str, page_url: str) -> None:
         self.close()
         self._console.print(f"serving on {url} after {time.monotonic() - self._started_s:.0f} s", highlight=False)
+        if page_url:
+            self._console.print(f"live page on {page_url}", highlight=False)
         if self._say_ready:
             print(f"ready {self._api_url}".rstrip(), file=sys.stdout, flush=True)
 

@@ -1,7 +1,7 @@
 """Does what README tells a newcomer to do, in a fresh clone, as printed: `python tests/newcomer.py [--tests] [REPOSITORY]`.
 
 Not part of `make test`: it builds an environment of its own and starts real engines (about ten minutes; with `--tests` the README's test
-commands too). Every command that README shows is walked; one that this script does not know how to walk is an error.
+commands too). Every command that README shows in a block is walked, and those inside its sentences that need nothing but what is there.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-COMMAND = re.compile(r"^    ((?:make|jetwake|curl|\.) .*)$")
+COMMAND = re.compile(r"^    ((?:make|jetwake|\.venv/bin/jetwake|curl|\.) .*)$")
+INLINE = re.compile(r"`(jetwake (?:batch run|doctor|top)[^`]*)`")
 UP_READY_S = 300
 GLANCE_S = 8
 """How long a command that goes on until it is stopped is looked at."""
@@ -28,9 +29,11 @@ LONG = ("make test", "make check")
 
 def commands(readme: str) -> list[str]:
     """In their order, without the remarks behind them."""
-    joined = re.sub(r"\\\n\s*", "", readme)
-    found = [match[1] for line in joined.splitlines() if (match := COMMAND.match(line))]
-    return [re.sub(r"\s+#\s.*$", "", line).strip() for line in found]
+    found: list[str] = []
+    for line in re.sub(r"\\\n\s*", "", readme).splitlines():
+        block = COMMAND.match(line)
+        found += [re.sub(r"\s+#\s.*$", "", block[1]).strip()] if block else INLINE.findall(line)
+    return found
 
 
 def python_blocks(readme: str) -> list[str]:
@@ -39,10 +42,11 @@ def python_blocks(readme: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """`root`: the clone. Everything runs there, with its own environment first on the path."""
+    """`root`: the clone. Everything runs there, with its own environment on the path once that was activated."""
 
     root: Path
     with_tests: bool
+    is_active: bool = False
     system: subprocess.Popen[str] | None = None
     request_id: str = ""
     broker: str = ""
@@ -63,7 +67,8 @@ class Walk:
             print("  left out: --tests walks it")
         elif line.startswith(". "):
             assert (self.root / line[2:].strip()).exists(), "the file to source is missing"
-        elif line.startswith("jetwake up"):
+            self.is_active = True
+        elif line.split()[0].endswith("jetwake") and line.split()[1] == "up":
             self._up(self._filled(line))
         elif line.startswith(ENDLESS):
             self._glance(self._filled(line))
@@ -89,10 +94,11 @@ class Walk:
         return line
 
     def _checkpoint(self) -> Path:
-        return Path(self._run("jetwake model fetch tiny").strip().splitlines()[-1])
+        return Path(self._run(".venv/bin/jetwake model fetch tiny").strip().splitlines()[-1])
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | {"PATH": f"{self.root / '.venv' / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("JETWAKE_") and name != "PYTHONPATH"}
+        return own | {"PATH": f"{self.root / '.venv' / 'bin'}:{own['PATH']}"} if self.is_active else own
 
     def _run(self, line: str) -> str:
         done = subprocess.run(

@@ -17,8 +17,8 @@ WORKERS = ("prefill", "decode", "aggregated")
 _ENGINE = {"engine": "engine.kind", "model": "engine.model", "served_model_name": "engine.served_model_name"}
 _WORKER = {"name": "worker.name", "domain": "worker.domain", **_ENGINE}
 _GATEWAY = (
-    "port", "host", "model", "tokenizer", "name", "admin_port", "admin_host", "keep_alive_s", "resume_grace_s", "request_timeout_s",
-    "api_keys", "allow_open", "quota_replicas", "over_nats", "job_timeout_s", "ready_file",
+    "port", "host", "model", "tokenizer", "name", "admin_port", "admin_host", "dashboard_nkey_file", "keep_alive_s", "resume_grace_s",
+    "request_timeout_s", "api_keys", "allow_open", "quota_replicas", "over_nats", "job_timeout_s", "ready_file",
 )  # fmt: skip
 _TELEMETRY = ("metrics_port", "metrics_host", "log_format", "log_level")
 _UP = ("prefill", "decode", "aggregated", "gateway", "store")

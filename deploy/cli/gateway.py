@@ -27,6 +27,9 @@ def gateway(
     name: Annotated[str, typer.Option(help="This gateway's name, unique among all. Else: a random one.")] = "",
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Metrics, health and the live page; 0: any free one.")] = 0,
     admin_host: Annotated[str, typer.Option(help="Address of the admin port.")] = "127.0.0.1",
+    dashboard_nkey_file: Annotated[
+        Path | None, typer.Option(help="Seed of the observer, for the live page, where the broker has users.")
+    ] = None,
     keep_alive_s: Annotated[float, typer.Option(min=0.0, help="A silent stream gets a comment this often; 0: never.")] = 10.0,
     resume_grace_s: Annotated[
         float, typer.Option(min=0.0, help="How long a broken stream goes on for whoever resumes it. 0: cancel at once, and resume none.")
@@ -73,6 +76,7 @@ def gateway(
             port=port,
             admin_host=admin_host,
             admin_port=admin_port,
+            dashboard_nkey_file=dashboard_nkey_file,
             model=model,
             tokenizer=fetch(str(tokenizer)) if tokenizer is not None else None,
             request_timeout_s=request_timeout_s,

@@ -103,7 +103,7 @@ def demo(
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with StartupView(say_ready=False) as view:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_local(system, stopping, ready.set_result, view.show))
+                tasks.create_task(run_local(system, stopping, lambda url, _: ready.set_result(url), view.show))
                 stopped = tasks.create_task(stopping.wait())
                 await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 stopped.cancel()

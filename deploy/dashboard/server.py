@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...pipeline.settings import BrokerSettings
-from ...schemas.errors import BrokerUnavailable, JetwakeError, UnknownRequest
+from ...schemas.errors import BrokerUnavailable, JetwakeError, NotPermitted, UnknownRequest
 from .observer import Observer
 from .story import of_event, read_story, routing_of
 from .view import WINDOWS_S, snapshot
@@ -69,11 +69,13 @@ HEADERS = {
 class Dashboard:
     """`app` serves requests below `/dashboard`; `run` beside it follows the pipeline while somebody looks."""
 
-    def __init__(self, broker: BrokerSettings) -> None:
+    def __init__(self, broker: BrokerSettings, if_forbidden: str = "") -> None:
+        """`if_forbidden`: what to do when the broker's permissions forbid looking, in words."""
         self._broker = broker
+        self._if_forbidden = if_forbidden
         self._looked = asyncio.Event()
         self._looked_s = 0.0
-        self._ready = asyncio.Event()
+        self._settled = asyncio.Event()
         self._observer: Observer | None = None
         self._trouble = ""
         self._made: dict[tuple[int, str], tuple[float, bytes]] = {}
@@ -98,8 +100,9 @@ class Dashboard:
             try:
                 await self._follow()
             except JetwakeError as error:
-                self._trouble = str(error)
-                log.info("the pipeline cannot be followed: %s", error)
+                hint = f"; {self._if_forbidden}" if self._if_forbidden and isinstance(error, NotPermitted) else ""
+                self._trouble = f"{error}{hint}"
+                log.info("the pipeline cannot be followed: %s", self._trouble)
             except BaseExceptionGroup as group:
                 ours, others = group.split(JetwakeError)
                 if others is not None:
@@ -107,13 +110,15 @@ class Dashboard:
                 self._trouble = str(ours.exceptions[0]) if ours else ""
                 log.info("the pipeline cannot be followed any more: %s", self._trouble)
             if self._trouble:
+                self._settled.set()  # whoever waits for a first look hears of it
                 await asyncio.sleep(TRY_AGAIN_S)
+                self._settled.clear()
 
     async def _follow(self) -> None:
         async with Observer.open(self._broker) as observer:
             self._trouble = ""
             self._observer = observer
-            self._ready.set()
+            self._settled.set()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(observer.run())
@@ -122,7 +127,7 @@ class Dashboard:
                     following.cancel()
             finally:
                 self._observer = None
-                self._ready.clear()
+                self._settled.clear()
                 self._looked.clear()
                 self._made.clear()
 
@@ -132,7 +137,7 @@ class Dashboard:
         self._looked.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_WAIT_S if not self._trouble else 0):
-                await self._ready.wait()
+                await self._settled.wait()
         if self._observer is None:
             raise BrokerUnavailable(self._trouble or "the broker has not answered yet")
         return self._observer

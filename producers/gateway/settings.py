@@ -17,6 +17,9 @@ class GatewaySettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="0: any free one")
     admin_host: str = Field(default="127.0.0.1", description="address of the admin port")
     admin_port: int = Field(default=0, ge=0, le=65535, description="metrics and health; 0: any free one")
+    dashboard_nkey_file: Path | None = Field(
+        default=None, description="seed of the observer, for the live page: a gateway's own user may not look at all that happens"
+    )
     model: str | None = Field(default=None, description="the name its workers serve it under; None: the only one there is")
     tokenizer: Path | None = Field(
         default=None, description="folder with the tokenizer and the model's configuration; None: the model's own"
