@@ -8,8 +8,12 @@ import asyncio
 import contextlib
 import random
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Self
+
+from ..certificates import CLIENT, certificate_file, key_file
+from ..nats_config import ServerTls
 
 DISTURBED = (b"jw.kv.", b"jw.load.", b"jw.routed.", b"jw.replies.")
 SHARE = 0.3
@@ -52,10 +56,12 @@ class Link:
     """Listens on a port of its own and connects each who comes to the broker. A context manager.
 
     `receive_bytes`: how much of the broker's words the kernel takes in while the link is silent; 0: as it likes, some megabytes.
+    `tls`: of the broker. To whoever comes the link is that broker, and to the broker a client, so that it sees what is said.
     """
 
-    def __init__(self, name: str, broker_port: int, host: str = "127.0.0.1", receive_bytes: int = 0) -> None:
+    def __init__(self, name: str, broker_port: int, host: str = "127.0.0.1", receive_bytes: int = 0, tls: ServerTls | None = None) -> None:
         self.name = name
+        self._tls = contexts(tls) if tls is not None else None
         self._host = host
         self._broker_port = broker_port
         self._receive_bytes = receive_bytes
@@ -131,6 +137,8 @@ class Link:
             return
         broker_reader, broker_writer = await asyncio.open_connection(sock=await self._broker_socket())
         self._writers.add(broker_writer)
+        if self._tls is not None:
+            await self._begin_tls(broker_reader, broker_writer, writer, *self._tls)
         directions = [asyncio.create_task(self._up(reader, broker_writer)), asyncio.create_task(self._down(broker_reader, writer))]
         try:
             await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +149,19 @@ class Link:
             self._writers.discard(broker_writer)
             with contextlib.suppress(OSError):
                 broker_writer.close()  # what is written already still goes: the client may have closed right after its last word
+
+    async def _begin_tls(
+        self,
+        broker_reader: asyncio.StreamReader,
+        broker_writer: asyncio.StreamWriter,
+        writer: asyncio.StreamWriter,
+        as_broker: ssl.SSLContext,
+        as_client: ssl.SSLContext,
+    ) -> None:
+        """NATS says one line first. No wait between passing that on and being ready for the answer."""
+        writer.write(await broker_reader.readline())
+        await writer.start_tls(as_broker)
+        await broker_writer.start_tls(as_client, server_hostname=self._host)
 
     async def _broker_socket(self) -> socket.socket:
         made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -172,11 +193,22 @@ class Link:
             await writer.drain()
 
 
+def contexts(tls: ServerTls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """As the broker, and as its client, whose certificate lies beside the broker's."""
+    as_broker = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca_file)
+    as_broker.load_cert_chain(tls.cert_file, tls.key_file)
+    as_broker.verify_mode = ssl.CERT_REQUIRED
+    as_client = ssl.create_default_context(cafile=tls.ca_file)
+    folder = tls.ca_file.parent
+    as_client.load_cert_chain(certificate_file(folder, CLIENT), key_file(folder, CLIENT))
+    return as_broker, as_client
+
+
 class Links:
     """The ways of one process to every server of the broker: what is done to one is done to all. A context manager."""
 
-    def __init__(self, name: str, broker_ports: Sequence[int]) -> None:
-        self._links = [Link(name, port) for port in broker_ports]
+    def __init__(self, name: str, broker_ports: Sequence[int], tls: ServerTls | None = None) -> None:
+        self._links = [Link(name, port, tls=tls) for port in broker_ports]
 
     async def __aenter__(self) -> Self:
         for link in self._links:

@@ -154,7 +154,7 @@ class _Run:
         async with AsyncExitStack() as stack:
             bus = await stack.enter_async_context(Bus.connect(system.broker, "chaos"))
             clients = [
-                await stack.enter_async_context(Client.connect(system.links[name].url, name=name))
+                await stack.enter_async_context(Client.connect(system.client_broker(name), name=name))
                 for name in settings.shape.targets().clients
             ]
             load_settings, expect = await self._load(system, clients[0])

@@ -12,11 +12,12 @@ import psutil
 from ...pipeline.settings import BrokerSettings
 from ...schemas.errors import JetwakeError
 from ..app import first_of
-from ..local import URL_VARIABLE, LocalSystem, children_of, local_system, wait_until_served
+from ..local import LocalSystem, children_of, local_system, wait_until_served
 from ..nats_cluster import NatsCluster, wait_until_agreed
 from ..supervisor import Child, Supervisor
 from .links import Links
 from .plan import Targets
+from .users import OpenBroker, SecuredBroker, role_of
 
 RUN_VARIABLE = "_JETWAKE_CHAOS_RUN"
 """In the environment of every process of a run, and of theirs: that finds what outlives it."""
@@ -26,7 +27,7 @@ MOST_REPLICAS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """`engine_options` go to every worker."""
+    """`engine_options` go to every worker. `secured`: the broker lets in its users alone, each with the permissions of its role, over TLS."""
 
     engine: str
     model: str
@@ -39,6 +40,7 @@ class Shape:
     policy: str = "kv_aware"
     grace_s: float = 40.0
     servers: int = 1
+    secured: bool = False
 
     def targets(self) -> Targets:
         counts = (("prefill", self.prefill), ("decode", self.decode), ("aggregated", self.aggregated))
@@ -51,31 +53,36 @@ class Shape:
     def local(self, report: Callable[[str], None]) -> LocalSystem:
         """Raises SetupError for what can serve nothing."""
         counts = (self.prefill, self.decode, self.aggregated)
-        limits = [f"replicas={min(self.servers, MOST_REPLICAS)}"]
+        limits = [f"replicas={self.replicas}"]
         return local_system(self.engine, self.model, "", self.engine_options, self.policy, counts, None, None, report, limits=limits)
+
+    @property
+    def replicas(self) -> int:
+        return min(self.servers, MOST_REPLICAS)
 
 
 class System:
     """`links` by name of process or client. `broker` is the way past them. `servers`: those of the broker."""
 
-    def __init__(self, cluster: NatsCluster, links: dict[str, Links], children: Sequence[Child], model: str) -> None:
+    def __init__(self, cluster: NatsCluster, users: OpenBroker, links: dict[str, Links], children: Sequence[Child], model: str) -> None:
         self.servers = cluster.servers
-        self._url = cluster.url
+        self.broker = users.settings("admin", "", cluster.url)
         self.links = links
         self.children = {child.name: child for child in children}
         self.model = model
+        self._users = users
 
-    @property
-    def broker(self) -> BrokerSettings:
-        return BrokerSettings(url=self._url)
+    def client_broker(self, name: str) -> BrokerSettings:
+        """By the client's own link."""
+        return self._users.settings("client", name, self.links[name].url)
 
     def pid(self, name: str) -> int:
         """0 while it is not running."""
         return self.children[name].pid
 
 
-def children(system: LocalSystem, routers: int, links: dict[str, Links], logs: Path) -> list[Child]:
-    """As `up` runs them, each with the address of its own link, and more routers."""
+def children(system: LocalSystem, routers: int, users: OpenBroker, links: dict[str, Links], logs: Path) -> list[Child]:
+    """As `up` runs them, each as its own user and with the address of its own link, and more routers."""
     [first, *workers] = children_of(system, "", logs)
     named = [
         replace(
@@ -83,7 +90,9 @@ def children(system: LocalSystem, routers: int, links: dict[str, Links], logs: P
         )
         for name in (f"router-{number}" for number in range(1, routers + 1))
     ]
-    return [replace(child, environment={URL_VARIABLE: links[child.name].url}) for child in [*named, *workers]]
+    return [
+        replace(child, environment=users.environment(role_of(child.arguments[0]), links[child.name].url)) for child in [*named, *workers]
+    ]
 
 
 @asynccontextmanager
@@ -92,17 +101,19 @@ async def running(shape: Shape, folder: Path, run_id: str, report: Callable[[str
     os.environ[RUN_VARIABLE] = run_id
     local, targets = shape.local(report), shape.targets()
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(NatsCluster(folder / "broker", shape.servers, folder / "logs"))
-        await wait_until_agreed(BrokerSettings(url=cluster.url))
+        users = SecuredBroker(folder / "users", targets.clients) if shape.secured else OpenBroker()
+        cluster = await stack.enter_async_context(NatsCluster(folder / "broker", shape.servers, folder / "logs", **users.server_options))
+        await wait_until_agreed(users.settings("admin", "", cluster.url))
+        await users.declare(cluster.url, shape.replicas, local.model)
         ports = [server.port for server in cluster.servers]
         names = [*targets.workers, *targets.routers, *targets.clients]
-        links = {name: await stack.enter_async_context(Links(name, ports)) for name in names}
-        processes = children(local, shape.routers, links, folder / "logs")
+        links = {name: await stack.enter_async_context(Links(name, ports, users.tls)) for name in names}
+        processes = children(local, shape.routers, users, links, folder / "logs")
         supervisor = Supervisor(processes, shape.grace_s, longest_pause_s=LONGEST_PAUSE_S)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(supervisor.run())
-                system = System(cluster, links, processes, local.model)
+                system = System(cluster, users, links, processes, local.model)
                 await wait_until_served(system.broker, local.model)
                 try:
                     yield system

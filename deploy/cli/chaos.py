@@ -37,6 +37,10 @@ def chaos(
     aggregated: Annotated[int, typer.Option(min=0, help="Aggregated workers.")] = 0,
     routers: Annotated[int, typer.Option(min=1)] = 2,
     servers: Annotated[int, typer.Option(min=1, max=5, help="NATS servers. Three are a cluster with every stream on all of them.")] = 1,
+    secured: Annotated[
+        bool,
+        typer.Option("--secured", help="The broker has users with the permissions of their roles, over TLS, as `jetwake nats` makes it."),
+    ] = False,
     clients: Annotated[int, typer.Option(min=1)] = 3,
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second. Else 6 simulated, 2 with vLLM.")] = None,
     every: Annotated[float | None, typer.Option(min=0.1, help="Seconds between faults, about. Else 3 simulated, 12 with vLLM.")] = None,
@@ -62,7 +66,7 @@ def chaos(
         options = [*(SIMULATED_OPTIONS if is_simulated else VLLM_OPTIONS), *(engine_option or [])]
         name = "chaos" if is_simulated else model
         settings = ChaosSettings(
-            shape=Shape(engine, name, prefill, decode, aggregated, routers, clients, options, policy, servers=servers),
+            shape=Shape(engine, name, prefill, decode, aggregated, routers, clients, options, policy, servers=servers, secured=secured),
             seed=seed,
             duration_s=duration_s,
             rate_per_s=rate or (6.0 if is_simulated else 2.0),

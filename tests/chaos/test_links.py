@@ -1,10 +1,13 @@
 """The link that faults are done to: what it passes on, loses, doubles and reorders, and that a connection outlives silence."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from jetwake.deploy.certificates import client_files, write_certificates
 from jetwake.deploy.chaos.links import SHARE, Disturbance, Link, is_disturbed
+from jetwake.deploy.nats_folder import tls_of
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import BrokerSettings
@@ -44,8 +47,16 @@ def test_each_manner_does_what_its_name_says(manner: str) -> None:
         assert 1000 * (1 - SHARE * 2) < len(numbers) < 1000 * (1 - SHARE / 2)
 
 
-async def test_a_silent_link_passes_on_what_it_held_and_a_cut_one_connects_again(nats_server: NatsServer, unique: str) -> None:
-    async with Link("test", nats_server.port) as link, Bus.connect(BrokerSettings(url=link.url), "behind") as bus:
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_silent_link_passes_on_what_it_held_and_a_cut_one_connects_again(tmp_path: Path, unique: str, is_tls: bool) -> None:
+    if is_tls:
+        write_certificates(tmp_path, ["127.0.0.1"], days=1)
+    tls, files = tls_of(tmp_path, tmp_path), client_files(tmp_path)
+    async with (
+        NatsServer(tmp_path / "nats", sync_always=False, tls=tls) as server,
+        Link("test", server.port, tls=tls) as link,
+        Bus.connect(BrokerSettings(url=link.url, tls_ca=files["CA"], tls_cert=files["CERT"], tls_key=files["KEY"]), "behind") as bus,
+    ):
         heard: asyncio.Queue[bytes] = asyncio.Queue()
         await bus.subscribe(unique, lambda message: heard.put_nowait(message.data))
         await bus.flush()
