@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "deploy" / "requirements"
-UNHASHED = {"torch"}
-"""SECURITY.md says why."""
+BY_HAND = {"torch"}
+"""In a lock of their own."""
 NOT_IN_THE_WHEEL = (
     "deploy/compose/",
     "deploy/docker/",
@@ -45,11 +45,21 @@ def pins(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["cpu", "dev", "supply"])
 def test_the_lock_has_a_hash_of_every_pin(name: str) -> None:
-    wanted = {pin: version for pin, version in pins(LOCKS / f"{name}.txt").items() if pin not in UNHASHED}
+    wanted = {pin: version for pin, version in pins(LOCKS / f"{name}.txt").items() if pin not in BY_HAND}
     lock = LOCKS / f"{name}.lock"
     assert pins(lock) == wanted, "run: make lock"
-    entries = re.split(r"(?m)^(?=\S)", lock.read_text())
+    check_hashes(lock)
+
+
+def check_hashes(lock: Path) -> None:
+    entries = re.split(r"(?m)^(?=[^\s#])", re.sub(r"(?m)^#.*\n", "", lock.read_text()))
     assert [entry for entry in entries if entry and "--hash=sha256:" not in entry] == []
+
+
+def test_what_is_locked_by_hand_is_what_is_pinned() -> None:
+    pinned = {pin: version for pin, version in pins(LOCKS / "cpu.txt").items() if pin in BY_HAND}
+    assert pins(LOCKS / "torch.lock") == pinned, "the hashes of https://download.pytorch.org/whl/cpu/torch/ belong into torch.lock"
+    check_hashes(LOCKS / "torch.lock")
 
 
 def sources() -> list[str]:
