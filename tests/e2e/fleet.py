@@ -4,13 +4,18 @@ import asyncio
 import importlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
 from jetwake.deploy.app import run_router
 from jetwake.deploy.local import wait_until_served
+from jetwake.deploy.nats_declare import declare_all
+from jetwake.deploy.nats_users import User, broker_settings
 from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
 from jetwake.deploy.worker import run_worker
+from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.permissions import Role
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.producers.client import Client
 
@@ -20,6 +25,9 @@ MODEL = "sim"
 
 
 class Fleet:
+    users: Path | None = None
+    """Where brokers know users (`pytest tests/e2e --secured`), their files: then every part connects as its own."""
+
     def __init__(self, broker: BrokerSettings, limits: TopologySettings | None = None) -> None:
         self.broker = broker
         self.limits = limits or TopologySettings()
@@ -31,7 +39,7 @@ class Fleet:
         """`url`: its own way to the broker."""
         stop = self._stops[name] = asyncio.Event()
         settings = RouterSettings(name=name, policy=policy, **options)
-        self._tasks[name] = asyncio.create_task(run_router(settings, self._broker(url), self.limits, stop))
+        self._tasks[name] = asyncio.create_task(run_router(settings, self._broker("router", url), self.limits, stop))
 
     def start_worker(
         self, role: Any, name: str, worker_options: dict[str, Any] | None = None, url: str | None = None, **engine_options: Any
@@ -40,9 +48,11 @@ class Fleet:
         stop = self._stops[name] = asyncio.Event()
         engine = self.engines[name] = SimulatedEngine(SimulatedSettings(**{"model": MODEL, **engine_options}))
         settings = WorkerSettings(name=name, role=role, **(worker_options or {}))
-        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self._broker(url), self.limits, stop))
+        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self._broker(role, url), self.limits, stop))
 
-    def _broker(self, url: str | None) -> BrokerSettings:
+    def _broker(self, role: Role, url: str | None) -> BrokerSettings:
+        if self.users is not None:
+            return broker_settings(self.users, User(role), url or self.broker.url)
         return self.broker if url is None else BrokerSettings(url=url)
 
     async def stop(self, name: str) -> None:
@@ -108,6 +118,9 @@ async def fleet_of(
     """Yields when a request was served."""
     model = engine_options.get("model", MODEL)
     fleet = Fleet(BrokerSettings(url=url), limits)
+    if fleet.users is not None:
+        async with Bus.connect(fleet.broker, "admin") as bus:
+            await declare_all(bus, fleet.limits, [])
     fleet.start_router(policy=policy, **(router or {}))
     for role, count in (("prefill", prefill), ("decode", decode), ("aggregated", aggregated)):
         for number in range(1, count + 1):

@@ -51,17 +51,24 @@ class Processes:
         label = f"{role}-{number}"
         await self.start((role, ""), label, role, "--name", label, "--engine", "simulated", "--model", model, *own)
 
-    async def start_gateway(self, name: str, model: str) -> str:
-        """Its URL, when it serves. The user's name is the gateway's own."""
+    async def start_gateway(self, name: str, model: str, *options: str) -> tuple[str, str]:
+        """Its URL and that of its admin port, when it serves. The user's name is the gateway's own."""
         ready = self.logs / f"{name}.ready"
-        await self.start(("gateway", name), name, "gateway", "--port", "0", "--model", model, "--ready-file", str(ready))
+        ready.unlink(missing_ok=True)
+        await self.start(("gateway", name), name, "gateway", "--port", "0", "--model", model, "--ready-file", str(ready), *options)
         while not ready.exists() or not ready.read_text():
             assert self.running[name].returncode is None, self.log(name)
             await asyncio.sleep(0.05)
-        return json.loads(ready.read_text())["url"]
+        told = json.loads(ready.read_text())
+        return told["url"], told["admin_url"]
 
     def log(self, label: str) -> str:
         return (self.logs / f"{label}.log").read_text()
+
+    async def kill(self, label: str) -> None:
+        process = self.running.pop(label)
+        process.kill()
+        await process.wait()
 
     async def ended(self, label: str) -> int:
         """The exit code of one that was told to end."""

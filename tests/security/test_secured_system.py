@@ -3,67 +3,37 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
-from jetwake.consumers.simulated_settings import SimulatedSettings
 from jetwake.deploy.chaos.expected import simulated_answer
-from jetwake.deploy.chaos.ledger import Aftermath, account
-from jetwake.deploy.chaos.load import Load, LoadSettings, drafts
-from jetwake.deploy.chaos.observer import Observer
-from jetwake.deploy.demo_model import fetch
-from jetwake.deploy.local import wait_until_served
-from jetwake.deploy.nats_cluster import NatsCluster, wait_until_agreed, wait_until_whole
-from jetwake.deploy.nats_declare import declare_all
-from jetwake.deploy.nats_folder import tls_of
-from jetwake.deploy.nats_users import ACCOUNTS_FILE
 from jetwake.pipeline.connection import Bus, RawMessage
+from jetwake.pipeline.permissions import Role
 from jetwake.pipeline.publish import Publisher
-from jetwake.pipeline.settings import TopologySettings
 from jetwake.producers.client import Client
 from jetwake.schemas import subjects
+from jetwake.schemas.codec import decode
+from jetwake.schemas.errors import DeadlineExceeded, RequestCancelled
 from jetwake.schemas.requests import Sampling
+from jetwake.schemas.workers import WorkerLoad
 
-from .conftest import MODEL, Secured, folder_of_users
-from .processes import Processes, processes_of
+from .conftest import MODEL
+from .secured_cluster import System, running
 
+pytestmark = pytest.mark.timeout(120)
+
+OPERATOR: tuple[Role, str] = ("operator", "")
+OBSERVER: tuple[Role, str] = ("observer", "")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 12, "ignore_eos": True}
-
-
-@dataclass
-class System:
-    secured: Secured
-    cluster: NatsCluster
-    processes: Processes
-    gateway: str
-    engine: SimulatedSettings
 
 
 @pytest.fixture(scope="module")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    """Three servers, a gateway, two routers, two prefill and two decode workers."""
-    tokenizer, folder = await asyncio.to_thread(fetch, "tiny"), tmp_path_factory.mktemp("secured-cluster")
-    engine = {"tokenizer": str(tokenizer), "vocabulary_size": 2048, "num_blocks": 1024}
-    folder_of_users(folder)
-    accounts = (folder / ACCOUNTS_FILE).read_text()
-    async with NatsCluster(folder / "brokers", 3, sync_always=False, tls=tls_of(folder, folder), extra_config=accounts) as cluster:
-        secured = Secured(folder, cluster.url)
-        await wait_until_agreed(secured.settings("admin"))
-        async with Bus.connect(secured.settings("admin"), "admin") as bus:
-            await declare_all(bus, TopologySettings(replicas=3), [MODEL])
-        async with processes_of(folder, cluster.url, folder / "logs") as processes:
-            for number in (1, 2):
-                await processes.start(("router", ""), f"router-{number}", "router", "--name", f"router-{number}")
-                for role in ("prefill", "decode"):
-                    await processes.start_worker(role, number, MODEL, *(f"{key}={value}" for key, value in engine.items()))
-            url = await processes.start_gateway("gateway-1", MODEL)
-            async with asyncio.timeout(60):
-                await wait_until_served(secured.settings("client", "alice"), MODEL)
-            yield System(secured, cluster, processes, url, SimulatedSettings(model=MODEL, **engine))
-            processes.check()
+    async with running(tmp_path_factory.mktemp("secured-cluster")) as system:
+        yield system
 
 
 async def test_a_client_asks_and_comes_back_to_its_answer(system: System) -> None:
@@ -72,6 +42,46 @@ async def test_a_client_asks_and_comes_back_to_its_answer(system: System) -> Non
         assert (len(answer.token_ids), answer.prefill_worker[:-1], answer.decode_worker[:-1]) == (8, "prefill-", "decode-")
         assert (await (await client.resume(answer.request_id)).answer()).token_ids == answer.token_ids
         assert (await client.explain(request_id=answer.request_id)).lane.startswith(answer.prefill_worker)
+
+
+async def test_requests_are_cancelled_and_run_past_their_deadlines(system: System) -> None:
+    async with Client.connect(system.secured.settings("client", "alice")) as client:
+        submitted = await client.submit([4, 5, 6], model=MODEL, max_tokens=2000, ignore_eos=True)
+        with pytest.raises(RequestCancelled):
+            async for _ in submitted:
+                await client.cancel(submitted.request_id)
+        with pytest.raises(DeadlineExceeded):
+            await client.generate([5, 6, 7], model=MODEL, max_tokens=2000, ignore_eos=True, timeout_s=1.0)
+
+
+async def test_an_answer_goes_on_where_its_decode_worker_was_killed_and_is_read_on_from_any_token(system: System) -> None:
+    prompt, sampling = list(range(1, 50)), {"max_tokens": 300, "ignore_eos": True, "seed": 7}
+    expected = simulated_answer(system.engine.limits(), prompt, Sampling(**sampling))
+    loads: dict[str, WorkerLoad] = {}
+
+    def on_load(message: RawMessage) -> None:
+        load = decode(message.data, WorkerLoad)
+        loads[load.worker] = load
+
+    async with (
+        Bus.connect(system.secured.settings("observer"), "observer") as bus,
+        Client.connect(system.secured.settings("client", "alice")) as alice,
+    ):
+        await bus.subscribe(subjects.LOADS, on_load)
+        await bus.flush()
+        submitted = await alice.submit(prompt, model=MODEL, **sampling)
+        tokens, later = list[int](), None
+        async for piece in submitted:
+            tokens += piece.token_ids
+            if len(tokens) > 20 and later is None:
+                later = await alice.resume(submitted.request_id, after=10)
+                [busy] = [name for name, load in loads.items() if name.startswith("decode") and load.running_requests]
+                await system.processes.kill(busy)
+                await system.start_worker("decode", int(busy[-1]))
+        answer = await submitted.answer()
+        assert (tokens, answer.token_ids, answer.attempts) == (expected, expected, 2)
+        assert later is not None
+        assert [token for piece in [piece async for piece in later] for token in piece.token_ids] == expected[10:]
 
 
 async def test_http_answers_streams_and_resumes(system: System) -> None:
@@ -88,6 +98,38 @@ def words_in(stream: str) -> str:
     events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     return "".join(choice["delta"].get("content") or "" for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
+async def test_batches_run_over_http(system: System) -> None:
+    async with AsyncOpenAI(base_url=system.gateway, api_key="none") as client, asyncio.timeout(60):
+        file = await client.files.create(file=("in.jsonl", batch_of(6)), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        while batch.status != "completed":
+            await asyncio.sleep(0.2)
+            batch = await client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        assert (await client.files.content(batch.output_file_id)).text.count('"status_code": 200') == 6
+
+
+def batch_of(lines: int) -> bytes:
+    whole = [{"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT} for number in range(lines)]
+    return "\n".join(json.dumps(line) for line in whole).encode()
+
+
+async def test_the_live_page_of_the_gateway_shows_it_all(system: System) -> None:
+    async with httpx.AsyncClient(base_url=system.admin, timeout=60) as http:
+        now = await http.get("/dashboard/now")
+        assert now.status_code == 200, now.text
+        assert {"prefill-1", "prefill-2", "decode-1", "decode-2", "router-1", "router-2"} <= words_of(now.json())
+
+
+def words_of(found: object) -> set[str]:
+    """All strings anywhere in it."""
+    if isinstance(found, dict):
+        return set().union(*(words_of(value) for value in found.values()))
+    if isinstance(found, list):
+        return set().union(*(words_of(value) for value in found))
+    return {found} if isinstance(found, str) else set()
 
 
 async def test_tenants_ask_over_nats_and_hear_only_their_own(system: System, unique: str) -> None:
@@ -131,72 +173,26 @@ async def test_a_gateway_does_not_publish_where_its_asker_may_not(system: System
     assert heard == []
 
 
-async def test_servers_that_die_under_load_cost_no_request(system: System) -> None:
-    """One at a time, and each is whole again before the next: every request ends once, with the right tokens."""
-    settings = LoadSettings(rate_per_s=6.0, vocabulary_size=2048, longest_prompt_tokens=300, longest_answer_tokens=60)
-    limits, over = system.engine.limits(), asyncio.Event()
-    async with (
-        Bus.connect(system.secured.settings("admin"), "observer") as bus,
-        Client.connect(system.secured.settings("client", "alice")) as alice,
-        Client.connect(system.secured.settings("client", "bob")) as bob,
-    ):
-        load = Load([alice, bob], MODEL, lambda draft: simulated_answer(limits, draft.prompt, Sampling(**draft.sampling)), "load")
-        observer = Observer(bus, load.records)
-        await observer.start()
-        sending = asyncio.create_task(load.send(drafts(settings, 7, 2), over))
-        for server in system.cluster.servers:
-            await until_accepted(load, 15)
-            await server.kill()
-            await until_accepted(load, 15)
-            await server.start()
-            assert await wait_until_whole(bus, 60) == []
-        over.set()
-        await sending
-        await load.wait_for_ends(60)
-        records = list(load.records.values())
-        async with asyncio.timeout(60):
-            while True:
-                ends, counts = await observer.ends_of(records, MODEL)
-                if all(record.submission != "accepted" or record.request_id in ends for record in records):
-                    break
-                await asyncio.sleep(0.5)
-    ledger = account(records, ends, counts, Aftermath())
-    assert ledger.is_clean, (ledger.line(), ledger.violations)
-    assert ledger.accepted >= 90
-    async with httpx.AsyncClient(base_url=system.gateway, timeout=60) as http:
-        answer = await http.post("/chat/completions", json=CHAT)
-        assert answer.status_code == 200, answer.text
-
-
-async def until_accepted(load: Load, more: int) -> None:
-    wanted = load.counts()[0] + more
-    async with asyncio.timeout(60):
-        while load.counts()[0] < wanted:
-            await asyncio.sleep(0.05)
-
-
 async def test_an_operator_runs_a_batch_and_reads_the_state(system: System, tmp_path: Path) -> None:
-    operator, source = ("operator", ""), tmp_path / "in.jsonl"
-    whole = [{"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT} for number in range(12)]
-    lines = [json.dumps(line) for line in whole]
-    source.write_text("\n".join(lines))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(batch_of(12))
     run = system.processes.run
-    submitted = json.loads(await run(operator, "batch", "submit", str(source), "--wait", "--json"))
+    submitted = json.loads(await run(OPERATOR, "batch", "submit", str(source), "--wait", "--json"))
     assert (submitted["status"], submitted["request_counts"]["completed"]) == ("completed", 12)
     await run(("client", "bob"), "batch", "run", str(source), str(tmp_path / "out.jsonl"))
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 12
-    assert "acme" in await run(operator, "keys", "add", "acme", "--json")
-    [key] = json.loads(await run(operator, "keys", "list", "--json"))
-    await run(operator, "keys", "remove", key["id"])
-    for user in (operator, ("observer", "")):
+    assert "acme" in await run(OPERATOR, "keys", "add", "acme", "--json")
+    [key] = json.loads(await run(OPERATOR, "keys", "list", "--json"))
+    await run(OPERATOR, "keys", "remove", key["id"])
+    for user in (OPERATOR, OBSERVER):
         status = json.loads(await run(user, "status", "--json"))
         assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
-    assert json.loads(await run(operator, "dead", "list", "--json") or "[]") == []
+    assert json.loads(await run(OPERATOR, "dead", "list", "--json") or "[]") == []
 
 
 async def test_an_operator_drains_it_and_nothing_was_refused_or_told(system: System) -> None:
     for name in ("decode-1", "prefill-1", "router-2"):
-        await system.processes.run(("operator", ""), "drain", name)
+        await system.processes.run(OPERATOR, "drain", name)
         assert await system.processes.ended(name) == 0
     seeds = [path.read_text().strip() for path in system.secured.folder.glob("users/**/*.nk")]
     for log in system.processes.logs.glob("*.log"):
