@@ -25,10 +25,11 @@ _RESULT_SUBJECT = re.compile(r"(?!jw\.)[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=*-]+)*(\.>)
 
 @dataclass(frozen=True)
 class User:
-    """`name`: empty for roles of which there is one user."""
+    """`name`: empty for roles of which there is one user. `peers`: of a gateway, others whose streams it may resume."""
 
     role: Role
     name: str = ""
+    peers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.role} {self.name}".strip()
@@ -38,15 +39,16 @@ class User:
         return path / f"{self.name}.{suffix}" if self.name else path.with_suffix(f".{suffix}")
 
 
-def users_of(gateways: Sequence[str], clients: Sequence[str], tenants: Sequence[str]) -> list[User]:
-    """Raises SetupError for names that cannot be part of a subject, or that are given twice."""
+def users_of(gateways: Sequence[str], clients: Sequence[str], tenants: Sequence[str], *, resume_anywhere: bool = False) -> list[User]:
+    """`resume_anywhere`: gateways are each other's peers. Raises SetupError for names that cannot be part of a subject, or that are given twice."""
     users = [User(role) for role in ROLES if role not in NAMED]
     named: tuple[tuple[Role, Sequence[str]], ...] = (("gateway", gateways), ("client", clients), ("tenant", tenants))
     for role, names in named:
         for name in names:
             if _NAME.fullmatch(name) is None:
                 raise SetupError(f"{role} {name!r}: a name has 1 to 64 letters, digits, hyphens and underscores")
-            users.append(User(role, name))
+            is_peer = resume_anywhere and role == "gateway"
+            users.append(User(role, name, tuple(other for other in names if other != name) if is_peer else ()))
     readers = [user.name for user in users if user.role in ("gateway", "client")] + ["operator", "jobs", "batches"]
     twice = {name for name in readers if readers.count(name) > 1} | {name for name in tenants if tenants.count(name) > 1}
     if twice:
@@ -89,7 +91,7 @@ def common_environment(url: str, files: Mapping[str, Path | None]) -> dict[str, 
 def accounts_config(keys: Sequence[tuple[User, str]], result_subjects: Iterable[str] = ()) -> str:
     """For `include` in the configuration of the broker. Pure."""
     subjects = tuple(result_subjects)
-    users = "\n".join(_user_config(user, key, rights(user.role, user.name, subjects)) for user, key in keys)
+    users = "\n".join(_user_config(user, key, rights(user.role, user.name, subjects, user.peers)) for user, key in keys)
     return f"""# Written by `jetwake nats permissions`: who may connect, and what each may do. Nothing in it is secret.
 accounts {{
   {ACCOUNT} {{
@@ -110,7 +112,8 @@ def settings_of(user: User, seed: Path) -> dict[str, str]:
         "JETWAKE_NATS_TOPOLOGY": TOPOLOGY.get(user.role, "check"),
     }
     name = user.name or ("operator" if user.role == "operator" else "")
-    return values | ({"JETWAKE_NATS_NAME": name} if name else {})
+    named = {"JETWAKE_NATS_NAME": name, "JETWAKE_NATS_PEERS": ",".join(user.peers)}
+    return values | {variable: value for variable, value in named.items() if value}
 
 
 def broker_settings(folder: Path, user: User, url: str) -> BrokerSettings:
@@ -121,6 +124,7 @@ def broker_settings(folder: Path, user: User, url: str) -> BrokerSettings:
         nkey_file=Path(values["JETWAKE_NATS_NKEY_FILE"]),
         inbox_prefix=values["JETWAKE_NATS_INBOX_PREFIX"],
         name=values.get("JETWAKE_NATS_NAME", ""),
+        peers=values.get("JETWAKE_NATS_PEERS", ""),
         topology=TOPOLOGY.get(user.role, "check"),
         tls_ca=files["CA"],
         tls_cert=files["CERT"],

@@ -9,7 +9,7 @@ own reads that way, and whoever may read by sequence or batch may read the whole
 what its stream holds sent to any subject, so nobody may who may also publish there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -62,8 +62,11 @@ def inboxes(role: Role) -> str:
     return f"_INBOX.{role}.>"
 
 
-def rights(role: Role, name: str = "", result_subjects: Iterable[str] = ()) -> list[Right]:
-    """`name`: of a gateway, client or tenant. `result_subjects`: on which gateways may publish results of jobs, beside the product's own."""
+def rights(role: Role, name: str = "", result_subjects: Iterable[str] = (), peers: Sequence[str] = ()) -> list[Right]:
+    """`name`: of a gateway, client or tenant. `result_subjects`: on which gateways may publish results of jobs, beside the product's own.
+
+    `peers`: of a gateway, others whose streams it may resume, so whose answers it may read.
+    """
     own = {
         "admin": _admin,
         "router": _router,
@@ -75,7 +78,7 @@ def rights(role: Role, name: str = "", result_subjects: Iterable[str] = ()) -> l
         "operator": _operator,
         "observer": _observer,
     }
-    given = _gateway(name, tuple(result_subjects)) if role == "gateway" else own[role]()
+    given = _gateway(name, tuple(result_subjects), peers) if role == "gateway" else own[role]()
     return [Right("hear the answers to its own questions", subscribe=(f"{inbox_prefix(role, name)}.>",)), *given]
 
 
@@ -263,7 +266,7 @@ def _decode() -> list[Right]:
     ]
 
 
-def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
+def _gateway(name: str, result_subjects: tuple[str, ...], peers: Sequence[str]) -> list[Right]:
     endpoints, group = [subjects.openai(endpoint) for endpoint in ENDPOINTS], subjects.OPENAI_GROUP
     results = streams.OPENAI_RESULTS.name
     kept = (subjects.openai_result("*"), subjects.openai_accepted("*"))
@@ -272,7 +275,7 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
         _LOOKING,
         _MODELS,
         _sending(name, subjects.JOBS, subjects.BATCHES),
-        _reading(name, subjects.JOBS, subjects.BATCHES),
+        _reading(name, *peers, subjects.JOBS, subjects.BATCHES),
         Right("hear what is cancelled", (get_subject(streams.CANCEL.name, subjects.cancel("*")),), (subjects.CANCELS,)),
         Right(
             "read API keys, and the secret of cache salts",
@@ -284,7 +287,7 @@ def _gateway(name: str, result_subjects: tuple[str, ...]) -> list[Right]:
             (
                 subjects.openai_body(name, "*"),
                 subjects.openai_reader("*"),
-                get_subject(streams.OPENAI_BODIES.name, subjects.openai_body(name, "*")),
+                *(get_subject(streams.OPENAI_BODIES.name, subjects.openai_body(each, "*")) for each in (name, *peers)),
                 get_subject(streams.OPENAI_BODIES.name, subjects.openai_reader("*")),
             ),
         ),

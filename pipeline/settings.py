@@ -32,6 +32,9 @@ class BrokerSettings(BaseModel):
     name: str = Field(
         default="", pattern=r"^[A-Za-z0-9_-]{0,64}$", description="whose replies this user may read; empty: any name, where none is fixed"
     )
+    peers: str = Field(
+        default="", pattern=r"^[A-Za-z0-9_,-]*$", description="of a gateway: others whose streams it may resume, with commas between them"
+    )
     topology: Literal["declare", "restore", "check"] = Field(
         default="declare",
         description="what this user may do about streams: make and change them, make those that are missing, or only wait",

@@ -74,6 +74,7 @@ class Broker:
     )
     nats_inbox_prefix: Annotated[str | None, _option("inbox-prefix", "Where this user may hear answers.")] = None
     nats_name: Annotated[str | None, _option("name", "Whose replies this user may read. Else: any name.")] = None
+    nats_peers: Annotated[str | None, _option("peers", "Other gateways whose streams this one may resume, with commas.")] = None
     nats_topology: Annotated[
         str | None,
         _option("topology", "What this user may do about streams: declare (all of it), restore (make what is missing) or check (wait)."),

@@ -22,6 +22,10 @@ def permissions(
     result_subject: Annotated[
         Names, typer.Option(help="Subject on which gateways may publish results of jobs: `docs.>`. Repeatable.")
     ] = None,
+    resume_anywhere: Annotated[
+        bool,
+        typer.Option("--resume-anywhere", help="Gateways may read each other's answers, so that a broken stream can be resumed at any."),
+    ] = False,
     url: Annotated[
         str, typer.Option(help="URL of the broker, for the environment of its users. All servers of a cluster, with commas.")
     ] = "",
@@ -45,7 +49,7 @@ def permissions(
         files = {"CA": tls_ca, "CERT": tls_cert, "KEY": tls_key}
         common = common_environment(url, files if any(files.values()) else client_files(folder))
         folder.mkdir(parents=True, exist_ok=True)
-        users = users_of(gateway or [], client or [], tenant or [])
+        users = users_of(gateway or [], client or [], tenant or [], resume_anywhere=resume_anywhere)
         for line in write_users(folder, users, result_subject or [], common):
             say(f"new key: {line}")
         print(folder / ACCOUNTS_FILE)

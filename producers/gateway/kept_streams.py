@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ...pipeline.connection import Bus
 from ...pipeline.jetstream import last_message
 from ...pipeline.publish import Publisher
+from ...pipeline.raw import RawMessage
 from ...pipeline.replies import ReplyInbox, ReplyStream
 from ...schemas import subjects
 from ...schemas.codec import decode
@@ -56,18 +57,21 @@ class KeptStreams:
 
     async def find(self, request_id: str) -> StreamedRequest:
         """Of any gateway whose replies this one may read. Raises UnknownRequest, BusError."""
-        subject = subjects.openai_body(self._bus.settings.name or "*", request_id)
+        settings = self._bus.settings
+        names = [settings.name, *(name for name in settings.peers.split(",") if name and name != settings.name)] if settings.name else ["*"]
         for left in reversed(range(FIND_TRIES)):
-            message = None
+            found: list[RawMessage | None] = []
             try:
-                message = await last_message(self._bus, OPENAI_BODIES.name, subject)
+                wanted = [subjects.openai_body(name, request_id) for name in names]
+                found = await asyncio.gather(*(last_message(self._bus, OPENAI_BODIES.name, subject) for subject in wanted))
             except StreamMissing:  # a broker that was restarted has lost it, and somebody makes it anew
                 pass
             except BrokerUnavailable:  # the grace may be over before this client asks again
                 if not left:
                     raise
-            if message is not None:
-                return decode(message.data, StreamedRequest)
+            for message in found:
+                if message is not None:
+                    return decode(message.data, StreamedRequest)
             await asyncio.sleep(FIND_PAUSE_S)
         raise unknown(request_id)
 

@@ -5,13 +5,30 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from jetwake.deploy.chaos.plan import KINDS
 
 SEED = 7
 
 
-async def test_a_short_run_with_every_fault_ends_with_a_clean_ledger(tmp_path: Path) -> None:
-    words = ["chaos", "--duration", "25s", "--every", "2", "--seed", str(SEED), "--rate", "5", "--keep", str(tmp_path / "kept"), "--json"]
+@pytest.mark.parametrize("broker", [(), ("--servers", "3", "--secured")], ids=["open", "secured-cluster"])
+async def test_a_short_run_with_every_fault_ends_with_a_clean_ledger(tmp_path: Path, broker: tuple[str, ...]) -> None:
+    words = [
+        "chaos",
+        "--duration",
+        "25s",
+        "--every",
+        "2",
+        "--seed",
+        str(SEED),
+        "--rate",
+        "5",
+        "--keep",
+        str(tmp_path / "kept"),
+        "--json",
+        *broker,
+    ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jetwake.deploy.cli", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

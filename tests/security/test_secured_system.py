@@ -14,6 +14,7 @@ from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.permissions import Role
 from jetwake.pipeline.publish import Publisher
 from jetwake.producers.client import Client
+from jetwake.producers.reading import Piece
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
 from jetwake.schemas.errors import DeadlineExceeded, RequestCancelled
@@ -47,11 +48,17 @@ async def test_a_client_asks_and_comes_back_to_its_answer(system: System) -> Non
 async def test_requests_are_cancelled_and_run_past_their_deadlines(system: System) -> None:
     async with Client.connect(system.secured.settings("client", "alice")) as client:
         submitted = await client.submit([4, 5, 6], model=MODEL, max_tokens=2000, ignore_eos=True)
+        reading = aiter(submitted)
+        await anext(reading)
+        await client.cancel(submitted.request_id)
         with pytest.raises(RequestCancelled):
-            async for _ in submitted:
-                await client.cancel(submitted.request_id)
+            await collected(reading)
         with pytest.raises(DeadlineExceeded):
             await client.generate([5, 6, 7], model=MODEL, max_tokens=2000, ignore_eos=True, timeout_s=1.0)
+
+
+async def collected(reading: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in reading]
 
 
 async def test_an_answer_goes_on_where_its_decode_worker_was_killed_and_is_read_on_from_any_token(system: System) -> None:
@@ -81,7 +88,7 @@ async def test_an_answer_goes_on_where_its_decode_worker_was_killed_and_is_read_
         answer = await submitted.answer()
         assert (tokens, answer.token_ids, answer.attempts) == (expected, expected, 2)
         assert later is not None
-        assert [token for piece in [piece async for piece in later] for token in piece.token_ids] == expected[10:]
+        assert [token for piece in await collected(aiter(later)) for token in piece.token_ids] == expected[10:]
 
 
 async def test_http_answers_streams_and_resumes(system: System) -> None:

@@ -86,6 +86,10 @@ nats://{{ include "jetwake.name" . }}-nats:4222
 {{- if eq .role "gateway" }}
 - name: JETWAKE_NATS_NAME
   value: $(POD_NAME)
+{{- if $top.Values.gateway.resumeAnywhere }}
+- name: JETWAKE_NATS_PEERS
+  value: {{ range $number := until ($top.Values.gateway.replicas | int) }}{{ if $number }},{{ end }}{{ include "jetwake.name" $top }}-gateway-{{ $number }}{{ end }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- range $key, $value := include "jetwake.limits" $top | fromYaml }}
