@@ -3,26 +3,22 @@
 Reads `schemas.streams` through `TopologySettings`; writes the JetStream API. Promises: doing it twice changes nothing the
 second time; nothing is ever deleted here but a consumer by its name; what cannot be changed on a live stream (retention,
 storage) is an error in the broker's own words; a stream that is made anew gives no sequence of the one before again (dead letters
-apart). A consumer of which that is true is made anew: its messages stay in the stream, and those that somebody held are delivered again.
+apart). A consumer that cannot be changed is made anew: its messages stay in the stream, and what somebody held is delivered again.
 """
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from ..schemas.errors import BusRejected, NotPermitted, StreamMissing
-from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, BucketSpec, ConsumerSpec, ObjectsSpec, StreamSpec
+from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, ConsumerSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
 from .connection import Bus
-from .jetstream import Json, api, bucket_stream, chunk_subject, create_path, key_subject, message_at, meta_subject, objects_stream
+from .declarations import consumer_config, declared_streams, difference_of, fixed_otherwise
+from .jetstream import Json, api, create_path, message_at
 from .settings import TopologySettings
 
 logger = logging.getLogger(__name__)
-
-_NS = 1_000_000_000
-_FIXED = ("max_waiting", "deliver_policy", "ack_policy", "replay_policy")
-"""What the broker changes on no live consumer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class StreamCount:
 async def ensure_topology(bus: Bus, settings: TopologySettings) -> list[str]:
     """Creates and updates; a line for each thing that was created or changed."""
     done: list[str] = []
-    for config in _declared_streams(settings):
+    for config in declared_streams(settings):
         done += await _ensure_stream(bus, config)
     for spec in SHARED_CONSUMERS:
         difference = await _consumer_difference(bus, spec)
@@ -59,7 +55,7 @@ async def restore_missing(bus: Bus, settings: TopologySettings) -> list[str]:
     What is there is left as it is: another process may declare it otherwise.
     """
     names = await missing_streams(bus, settings)
-    made = [config["name"] for config in _declared_streams(settings) if config["name"] in names and await _create(bus, config)]
+    made = [config["name"] for config in declared_streams(settings) if config["name"] in names and await _create(bus, config)]
     for spec in SHARED_CONSUMERS:
         if spec.stream in names:
             await ensure_consumer(bus, spec)
@@ -69,14 +65,14 @@ async def restore_missing(bus: Bus, settings: TopologySettings) -> list[str]:
 async def missing_streams(bus: Bus, settings: TopologySettings) -> list[str]:
     """The names of those that are declared and not there."""
     there = set(await _stream_names(bus))
-    return [config["name"] for config in _declared_streams(settings) if config["name"] not in there]
+    return [config["name"] for config in declared_streams(settings) if config["name"] not in there]
 
 
 async def drift(bus: Bus, settings: TopologySettings) -> list[str]:
     """A line for each thing that is not as declared. Changes nothing."""
     lines: list[str] = []
-    for config in _declared_streams(settings):
-        difference = _difference(await _info(bus, f"STREAM.INFO.{config['name']}"), config)
+    for config in declared_streams(settings):
+        difference = difference_of(await _info(bus, f"STREAM.INFO.{config['name']}"), config)
         if difference:
             lines.append(f"stream {config['name']}: {difference}")
     for spec in SHARED_CONSUMERS:
@@ -92,11 +88,11 @@ async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
     Raises StreamMissing when its stream is not there, and NotPermitted when this user may not make it anew.
     """
     path = create_path(spec.stream, spec.durable, spec.filter_subject)
-    question = {"stream_name": spec.stream, "config": _consumer_config(spec), "action": ""}
+    question = {"stream_name": spec.stream, "config": consumer_config(spec), "action": ""}
     try:
         await api(bus, path, question)
     except BusRejected as error:
-        old = _fixed_otherwise(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), _consumer_config(spec))
+        old = fixed_otherwise(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), consumer_config(spec))
         if not old:
             raise
         logger.warning("consumer %s/%s is of an earlier version (%s) and is made anew", spec.stream, spec.durable, old)
@@ -108,11 +104,6 @@ async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
                 " `jetwake nats declare` as the admin makes it anew, and loses no message"
             ) from refused
         await api(bus, path, question)
-
-
-def _fixed_otherwise(there: Json | None, declared: Json) -> str:
-    """What of a consumer that is there can only be changed by making it anew. Empty: nothing."""
-    return "" if there is None else _difference(there, {key: declared[key] for key in _FIXED})
 
 
 async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
@@ -252,7 +243,7 @@ async def _ensure_stream(bus: Bus, config: Json) -> list[str]:
         if await _create(bus, config):
             return [f"stream {name}: missing"]
         there = await _info(bus, f"STREAM.INFO.{name}")
-    difference = _difference(there, config)
+    difference = difference_of(there, config)
     if difference:
         await api(bus, f"STREAM.UPDATE.{name}", {**(there or {}).get("config", {}), **config})
     return [f"stream {name}: {difference}"] if difference else []
@@ -279,7 +270,7 @@ async def _create(bus: Bus, config: Json) -> bool:
 
 
 async def _consumer_difference(bus: Bus, spec: ConsumerSpec) -> str:
-    return _difference(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), _consumer_config(spec))
+    return difference_of(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), consumer_config(spec))
 
 
 async def _info(bus: Bus, path: str, body: Json | None = None) -> Json | None:
@@ -288,103 +279,3 @@ async def _info(bus: Bus, path: str, body: Json | None = None) -> Json | None:
         return await api(bus, path, body)
     except StreamMissing:
         return None
-
-
-def _difference(there: Json | None, declared: Json) -> str:
-    """What of the declared configuration the broker has otherwise. Empty: nothing. What we do not declare is not compared."""
-    if there is None:
-        return "missing"
-    config: Json = there["config"]
-    changed = [f"{key} is {config.get(key)}, declared {value}" for key, value in declared.items() if not _same(config.get(key), value)]
-    return ", ".join(changed)
-
-
-def _same(there: Any, declared: Any) -> bool:
-    """The broker leaves out what is zero, false or empty."""
-    return there == declared or (not there and not declared)
-
-
-def _declared_streams(settings: TopologySettings) -> list[Json]:
-    """Dead letters first: the others' beginning is read from that stream."""
-    return [
-        *(_stream_config(spec) for spec in sorted(settings.streams(), key=lambda spec: spec.name != DEAD.name)),
-        *(_bucket_config(spec) for spec in settings.buckets()),
-        *(_objects_config(spec) for spec in settings.objects()),
-    ]
-
-
-def _stream_config(spec: StreamSpec) -> Json:
-    return {
-        "name": spec.name,
-        "subjects": list(spec.subjects),
-        "retention": spec.retention,
-        "storage": spec.storage,
-        "discard": spec.discard,
-        "max_msgs": spec.max_messages,
-        "max_bytes": spec.max_bytes,
-        "max_age": round(spec.max_age_s * _NS),
-        "max_msgs_per_subject": spec.max_messages_per_subject,
-        "discard_new_per_subject": spec.discard_new_per_subject,
-        "duplicate_window": round(spec.duplicate_window_s * _NS),
-        "allow_direct": spec.allow_direct,
-        "no_ack": spec.no_ack,
-        "num_replicas": spec.replicas,
-    }
-
-
-def _bucket_config(spec: BucketSpec) -> Json:
-    """What every NATS client makes of a key-value bucket with expiry of single keys."""
-    config: Json = {
-        "name": bucket_stream(spec.name),
-        "subjects": [key_subject(spec.name, ">")],
-        "retention": "limits",
-        "storage": spec.storage,
-        "discard": "new",
-        "max_bytes": spec.max_bytes,
-        "max_msgs_per_subject": 1,
-        "duplicate_window": 120 * _NS,
-        "allow_direct": True,
-        "allow_rollup_hdrs": True,
-        "deny_delete": True,
-        "allow_msg_ttl": True,
-        "num_replicas": spec.replicas,
-    }
-    if spec.marker_ttl_s:
-        config["subject_delete_marker_ttl"] = round(spec.marker_ttl_s * _NS)
-    return config
-
-
-def _objects_config(spec: ObjectsSpec) -> Json:
-    """What every NATS client makes of an object store, with expiry of single objects."""
-    return {
-        "name": objects_stream(spec.name),
-        "subjects": [chunk_subject(spec.name, ">"), meta_subject(spec.name, ">")],
-        "retention": "limits",
-        "storage": "file",
-        "discard": "new",
-        "max_bytes": spec.max_bytes,
-        "duplicate_window": 120 * _NS,
-        "allow_direct": True,
-        "allow_rollup_hdrs": True,
-        "allow_msg_ttl": True,
-        "num_replicas": spec.replicas,
-    }
-
-
-def _consumer_config(spec: ConsumerSpec) -> Json:
-    config: Json = {
-        "name": spec.durable,
-        "durable_name": spec.durable,
-        "filter_subject": spec.filter_subject,
-        "deliver_policy": "all",
-        "replay_policy": "instant",
-        "ack_policy": "explicit",
-        "ack_wait": round(spec.ack_wait_s * _NS),
-        "max_deliver": -1,  # attempts are counted in code: what the server gives up on would stay in the queue unseen
-        "max_ack_pending": spec.max_ack_pending,
-        "max_waiting": spec.max_waiting,
-        "inactive_threshold": round(spec.inactive_threshold_s * _NS),
-    }
-    if spec.priority_group:
-        config |= {"priority_policy": "prioritized", "priority_groups": [spec.priority_group]}
-    return config
