@@ -27,7 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n"
 CLIENT_ID_HEADER = b"x-request-id"
 REQUEST_ID_HEADER = b"x-jetwake-request-id"
 METADATA_HEADER = b"x-jetwake-metadata"
@@ -272,7 +272,9 @@ class Response:
             if not self._open:
                 await self._begin()
             self._last_s = clock()
-            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            # Plain readers want each comment for itself. Where events have ids, OpenAI's client takes the empty line for an event.
+            has_ids = self._exchange.streaming is not None and self._exchange.streaming.named
+            await self._send({"type": "http.response.body", "body": KEEP_ALIVE if has_ids else KEEP_ALIVE + b"\n", "more_body": True})
 
 
 def _take_metadata(exchange: Exchange, headers: Headers) -> Failure | None:

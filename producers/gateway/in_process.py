@@ -127,15 +127,27 @@ class EventParser:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._lines: list[str] = []
 
     def feed(self, data: bytes) -> list[StreamEvent]:
-        *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        return [event for block in blocks if (event := _event_of(block.decode("utf-8", "replace"))) is not None]
+        """Those that are whole by now; a comment is a sign of life, an event without data."""
+        *lines, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        found = list[StreamEvent]()
+        for line in lines:
+            if line.startswith(b":"):
+                found.append(StreamEvent("", ""))
+            elif line:
+                self._lines.append(line.decode("utf-8", "replace"))
+            elif (event := _event_of(self._lines)) is not None:
+                found.append(event)
+            if not line:
+                self._lines = []
+        return found
 
 
-def _event_of(block: str) -> StreamEvent | None:
+def _event_of(lines: list[str]) -> StreamEvent | None:
     kind, event_id, data = "", "", list[str]()
-    for line in block.split("\n"):
+    for line in lines:
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if name == "data":
@@ -144,6 +156,4 @@ def _event_of(block: str) -> StreamEvent | None:
             kind = value
         elif name == "id":
             event_id = value
-    if data:
-        return StreamEvent(kind, "\n".join(data), event_id)
-    return StreamEvent("", "") if block.startswith(":") else None
+    return StreamEvent(kind, "\n".join(data), event_id) if data else None

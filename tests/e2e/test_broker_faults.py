@@ -25,7 +25,7 @@ from jetwake.producers import takeover
 from jetwake.producers.client import Answer, Client
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
-from jetwake.schemas.errors import BusError, DeadlineExceeded, JetwakeError, Overloaded, RequestCancelled
+from jetwake.schemas.errors import BusError, DeadlineExceeded, Overloaded, RequestCancelled
 from jetwake.schemas.replies import Reply, TokenChunk
 from jetwake.schemas.requests import Sampling
 from jetwake.schemas.streams import BUCKETS, HANDOFF, STREAMS
@@ -161,33 +161,47 @@ async def test_deleted_consumers_come_back_and_no_request_is_lost(own_server: Na
         await fleet.kill_all()  # blocks handed off by the incarnations that ended keep their lease for a while: a drain would wait
 
 
-async def test_a_dead_worker_leaves_no_consumer_behind(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_workers_leave_no_consumer_behind(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred deaths, each followed by the next incarnation of the same name."""
     monkeypatch.setattr(takeover, "EMPTY_LANE_AFTER_S", 1.0)
     async with fleet_of(own_server.url, aggregated=2) as (fleet, client), operator(own_server.url) as bus:
+        lanes: set[str] = set()
         async with asyncio.timeout(PATIENCE_S):
-            while len(before := await durables(bus, "JW_PREFILL")) < 2:
-                await asyncio.sleep(0.01)
-            await fleet.kill("aggregated-2")
+            for _ in range(100):
+                while not (new := {*await durables(bus, "JW_PREFILL")} - lanes) or not any(lane.startswith("aggregated-2") for lane in new):
+                    await asyncio.sleep(0.01)
+                lanes |= new
+                await fleet.kill("aggregated-2")
+                fleet.start_worker("aggregated", "aggregated-2")
+            await fleet.stop("aggregated-2")
             while len(left := await durables(bus, "JW_PREFILL")) > 1:
                 await asyncio.sleep(0.05)
-        assert set(left) < set(before)
+        assert len(lanes) == 101
+        assert left[0].startswith("aggregated-1")
+        assert await drift(bus, TopologySettings()) == []
         await answered_right(client, 1)
 
 
 # -- full, cut off, slow ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_request_stream_refuses_and_what_it_took_is_answered(own_server: NatsServer) -> None:
+@pytest.mark.parametrize("limit", [{"max_requests": 10}, {"requests_max_bytes": 1 << 20}])
+async def test_a_full_request_stream_refuses_and_what_it_took_is_answered(own_server: NatsServer, limit: dict[str, int]) -> None:
+    """By messages or by bytes: of prompts of 90 KB, eleven fit in 1 MB."""
+    accepted, length = (10, 40) if "max_requests" in limit else (11, 22_500)
     async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client), operator(own_server.url) as bus:
         await fleet.stop("router-1")
-        await ensure_topology(bus, TopologySettings(max_requests=10))
-        waiting = many(client)
+        await ensure_topology(bus, TopologySettings(**limit))
+        waiting = [asyncio.create_task(client.generate(prompt_of(number, length), **ANSWER)) for number in range(30)]
         async with asyncio.timeout(PATIENCE_S):
-            refused = [task for task in waiting if await failed(task, Overloaded)] if await full(bus, "JW_REQUESTS", 10) else []
+            while sum(task.done() for task in waiting) < 30 - accepted:
+                await asyncio.sleep(0.01)
+        assert (await stream_counts(bus))["JW_REQUESTS"].messages == accepted
+        assert {type(task.exception()) for task in waiting if task.done()} == {Overloaded}
         fleet.start_router("router-2")
         async with asyncio.timeout(PATIENCE_S):
-            answers = await asyncio.gather(*(task for task in waiting if task not in refused))
-        assert (len(refused), len(answers)) == (20, 10)
+            answers = await asyncio.gather(*(task for task in waiting if not task.done()))
+        assert len(answers) == accepted
         assert all(len(answer.token_ids) == ANSWER["max_tokens"] for answer in answers)
 
 
@@ -280,19 +294,6 @@ async def test_a_reader_that_the_broker_cut_off_for_being_slow_hears_everything(
             async with asyncio.timeout(PATIENCE_S):
                 answers = await asyncio.gather(*(each.answer() for each in submitted))
             assert all(len(answer.token_ids) == len(answer.logprobs) == 400 for answer in answers)
-
-
-async def full(bus: Bus, stream: str, messages: int) -> bool:
-    """Returns when it has so many."""
-    while (await stream_counts(bus))[stream].messages < messages:
-        await asyncio.sleep(0.01)
-    return True
-
-
-async def failed(task: asyncio.Task[Answer], error: type[JetwakeError]) -> bool:
-    """Whether the submission was refused. One that was taken waits."""
-    done, _ = await asyncio.wait([task], timeout=0.2)
-    return bool(done) and isinstance(task.exception(), error)
 
 
 def terminal_id(raw: RawMessage) -> list[str]:

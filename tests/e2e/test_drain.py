@@ -17,14 +17,14 @@ from jetwake.schemas.errors import NoWorker
 
 
 async def test_a_rolling_restart_under_load_is_not_seen_by_any_client(own_server: NatsServer) -> None:
-    """Every worker and the router, one after the other; the second time with so little grace that answers go on elsewhere."""
+    """Twenty restarts of workers and one of the router, one after the other; some with so little grace that answers go on elsewhere."""
     options: dict[str, Any] = {"timing": SLOW, "slots": 8}
     async with fleet_of(own_server.url, prefill=2, decode=2, **options) as (fleet, client):
         load = Load(client, at_once=12, max_tokens=30)
         async with load.running():
-            for grace_s in (0.05, 30.0):  # of those that are started now and stopped in the next round
+            for grace_s in (0.05, 30.0, 0.05, 30.0, 30.0):  # of those that are started now and stopped in the next round
                 for name in ("prefill-1", "decode-1", "prefill-2", "decode-2"):
-                    await load.some_more(10)
+                    await load.some_more(5)
                     await fleet.stop(name)
                     fleet.start_worker(name.partition("-")[0], name, {"grace_s": grace_s}, **options)
                     await all_ready(fleet, 4)

@@ -15,12 +15,13 @@ from test_dead_workers import SLOW, all_greeted, registry_of, worker_process
 from jetwake.consumers.simulated_settings import SimulatedSettings
 from jetwake.deploy.chaos.expected import simulated_answer
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.pipeline.clock import WallClock
+from jetwake.pipeline.clock import ServerClock, WallClock
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
+from jetwake.schemas.decode import KvHandoff
 from jetwake.schemas.errors import NoWorker, RequestFailed
 from jetwake.schemas.replies import Reply, TokenChunk
 from jetwake.schemas.requests import Sampling
@@ -59,6 +60,29 @@ async def test_a_handoff_lives_by_renewed_leases_until_its_hold_is_over_and_is_t
         assert [answer.token_ids for answer in answers] == [right_answer(prompt_of(number)) for number in range(6)]
         assert sum(answer.attempts > 1 for answer in answers) >= 5
         assert counter(fleet, "decode-1", "blocks_wrong") == 0
+        await idle(fleet)
+
+
+async def test_what_was_pulled_is_not_read_when_the_hold_is_over_by_then(own_server: NatsServer) -> None:
+    """The engine stands still between the pull and its first token: whether the blocks were whole when they were read, nobody knows."""
+    worker = {"hold_s": 4.0, "stall_limit_s": 300}
+    async with (
+        fleet_of(own_server.url, prefill=1, decode=1, worker=worker) as (fleet, client),
+        Bus.connect(patient(fleet.broker), "looker") as bus,
+    ):
+        clock, handoffs, pulled = ServerClock(bus), list[KvHandoff](), counter(fleet, "decode-1", "pulled_requests")
+        await clock.sync()
+        await bus.subscribe("jw.handoff.>", lambda raw: handoffs.append(decode(raw.data, KvHandoff)))
+        await bus.flush()
+        fleet.engines["decode-1"].stall()
+        waiting = asyncio.create_task(client.generate(prompt_of(1), **GREEDY))
+        await until(lambda: counter(fleet, "decode-1", "pulled_requests") == pulled + 1)
+        await until(lambda: clock.now_ns() > handoffs[0].hold_until_ns)
+        fleet.engines["decode-1"].go_on()
+        answer = await waiting
+        assert (answer.token_ids, answer.attempts) == (right_answer(prompt_of(1)), 2)
+        assert [handoff.request.attempt for handoff in handoffs] == [1, 2]
+        assert counter(fleet, "decode-1", "pulled_requests") == pulled + 2
         await idle(fleet)
 
 

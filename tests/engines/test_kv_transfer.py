@@ -82,7 +82,9 @@ async def test_between_processes(peer_process: PeerProcess, engine: SimulatedEng
     assert engine.stats().counters["pulled_bytes"] == 5 * 63 * 512
 
 
-async def test_killed_peer(peer_process: PeerProcess, engine: SimulatedEngine) -> None:
+async def test_killed_peer(
+    peer_process: PeerProcess, engine: SimulatedEngine, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """With the handshake done before, and without."""
     await peer_process.peer()
     first, second = await peer_process.prefill(100, 1), await peer_process.prefill(100, 2)
@@ -94,6 +96,7 @@ async def test_killed_peer(peer_process: PeerProcess, engine: SimulatedEngine) -
             await tokens_of(engine, second)
     assert engine.stats().used_blocks == 0
     assert await tokens_of(engine, Leg("alone", second.prompt_tokens, second.sampling))
+    assert len("".join(capfd.readouterr()).splitlines()) + len(caplog.records) < 100
 
 
 async def test_frozen_peer_at_the_handshake(peer_process: PeerProcess) -> None:

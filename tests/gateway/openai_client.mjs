@@ -35,6 +35,12 @@ const cases = {
     }
     return { text, usage, ends };
   },
+  async waiting() {
+    const stream = await client.chat.completions.create({ model, messages, stream: true });  // it has begun by now, and pauses
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    await client.chat.completions.create({ model, messages });  // so that it is seen from outside
+    return { text: await readAll(stream) };
+  },
   async helper() {
     const runner = client.chat.completions.stream({ model, messages });
     return { text: await runner.finalContent() };

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
 from fleet import Fleet, fleet_of
 from gateway_system import RunningGateway, gateway_of
+from openai import AsyncOpenAI
+from scripted_worker import Script, scripted_model
 from stream_checker import check_chat, check_completion, events_in
 
+from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
 from jetwake.deploy.demo_model import fetch
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
@@ -122,6 +127,56 @@ async def test_n_answers_cost_one_prefill(system: System) -> None:
     assert computed[0] == length > 100
     assert max(computed[1:4]) <= 16, "the others compute at most the last block"
     assert max(computed[5:7]) <= 16
+
+
+async def test_n_answers_go_on_where_the_worker_of_some_died(own_server: NatsServer) -> None:
+    """The same four, by the same seed, from a fleet that nothing happens to and from one whose decode worker dies in the middle of them."""
+    tokenizer = await asyncio.to_thread(fetch, "tiny")
+    options: dict[str, Any] = {"tokenizer": str(tokenizer), "vocabulary_size": 2048, "timing": SLOW}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "n": 4,
+        "seed": 5,
+        "temperature": 1,
+        "max_tokens": 150,
+        "stream": True,
+    }
+    attempts: list[int] = []
+    async with (
+        fleet_of(own_server.url, prefill=1, decode=2, **options) as (fleet, _),
+        gateway_of(own_server.url, name="gateway-n") as gateway,
+        Bus.connect(BrokerSettings(url=own_server.url), "listener") as bus,
+    ):
+
+        def note(message: RawMessage) -> None:
+            reply: Any = decode(message.data, ANY_REPLY)
+            if isinstance(reply, Finished):
+                attempts.append(reply.attempt)
+
+        async def ask(is_disturbed: bool) -> dict[int, str]:
+            raw = ""
+            async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for text in response.aiter_text():
+                    raw += text
+                    running = fleet.engines["decode-1"].stats().running_requests
+                    if (
+                        is_disturbed
+                        and "decode-1" in fleet.names
+                        and running
+                        and all(f'"index":{n},"delta":{{"content"' in raw for n in range(4))
+                    ):
+                        await fleet.kill("decode-1")
+            return check_chat(raw, choices=4).text
+
+        undisturbed = await ask(is_disturbed=False)
+        await bus.subscribe(replies_of("gateway-n"), note)
+        await bus.flush()
+        assert await ask(is_disturbed=True) == undisturbed
+        async with asyncio.timeout(10):
+            while len(attempts) < 4:
+                await asyncio.sleep(0.01)
+        assert max(attempts) > 1
 
 
 async def test_seeds_of_n_answers_differ_as_in_vllm(gateway: RunningGateway) -> None:
@@ -237,7 +292,7 @@ async def test_metrics_and_health_are_on_the_admin_port(gateway: RunningGateway)
 @asynccontextmanager
 async def kept_waiting(system: System, **options: Any) -> AsyncGenerator[AsyncIterator[str]]:
     """What comes of a streamed chat. Leaving it leaves the request."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, **options}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "stream": True, **options}
     async with system.gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
         yield response.aiter_text()
 
@@ -252,6 +307,67 @@ async def test_a_waiting_stream_is_kept_alive_and_then_served(system: System) ->
         system.fleet.start_router()
         raw += "".join([text async for text in lines])
     check_chat(raw)
+
+
+async def test_official_clients_read_over_the_signs_of_life(own_server: NatsServer) -> None:
+    """Several before the first token, and several between two events: the client that had the first ones waits for more."""
+    source = Path(await asyncio.to_thread(fetch, "tiny"))
+    async with (
+        scripted_model(own_server.url, MODEL, source) as worker,
+        gateway_of(own_server.url, name="gateway-o", over_nats=False, keep_alive_s=0.05) as gateway,
+        relay(gateway.url) as (url, signs),
+        AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0) as other,
+    ):
+        worker.http = gateway.http
+        tokens = await worker.tokens("The river ends where the stone begins.")
+        said: Any = [{"role": "user", "content": "x"}]
+
+        async def read(pause_after: int, asked: Awaitable[Any]) -> list[Any]:
+            script = Script(tokens, [1] * len(tokens), pause_after=pause_after)
+            worker.scripts, seen = [script], signs.total()
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(all_of(asked))
+                while signs.total() < seen + 3:
+                    await asyncio.sleep(0.01)
+                script.go.set()
+            return reading.result()
+
+        for pause_after in (0, 4):
+            chat = await read(pause_after, client.chat.completions.create(model=MODEL, messages=said, stream=True))
+            assert chat[-1].choices[0].finish_reason == "stop"
+            completion = await read(pause_after, client.completions.create(model=MODEL, prompt="x", stream=True))
+            assert completion[-1].choices[0].finish_reason == "stop"
+            response = await read(pause_after, client.responses.create(model=MODEL, input="x", stream=True))
+            assert response[-1].type == "response.completed"
+            message = await read(pause_after, other.messages.create(model=MODEL, messages=said, max_tokens=50, stream=True))
+            assert message[-1].type == "message_stop"
+
+
+@asynccontextmanager
+async def relay(url: str) -> AsyncGenerator[tuple[str, Counter[str]]]:
+    """Another way to a gateway, that counts the signs of life that come by."""
+    signs: Counter[str] = Counter()
+    target = httpx.URL(url)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while part := await reader.read(1 << 16):
+                signs["heard"] += part.count(b": keep-alive")
+                writer.write(part)
+        finally:
+            writer.close()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(target.host, target.port)
+        await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        yield str(target.copy_with(port=server.sockets[0].getsockname()[1])), signs
+
+
+async def all_of(asked: Awaitable[Any]) -> list[Any]:
+    return [event async for event in await asked]
 
 
 async def test_a_failure_after_the_first_byte_is_the_last_event(system: System) -> None:

@@ -42,7 +42,7 @@ async def js(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Js]:
     async with (
         NatsServer(tmp_path_factory.mktemp("nats"), sync_always=False) as server,
         scripted_model(server.url, MODEL, source) as worker,
-        gateway_of(server.url, over_nats=False, resume_grace_s=0.2, flags=flags) as gateway,
+        gateway_of(server.url, over_nats=False, keep_alive_s=0.1, resume_grace_s=0.2, flags=flags) as gateway,
     ):
         worker.http = gateway.http
         yield Js(folder, gateway.url, worker)
@@ -59,6 +59,16 @@ async def test_a_stream(js: Js) -> None:
     said = await js.run("stream", TEXT)
     assert (said["text"], said["ends"]) == (TEXT, ["stop"])
     assert said["usage"]["completion_tokens"] == len(js.worker.scripts[0].tokens)
+
+
+async def test_a_stream_that_waits_and_is_kept_alive(js: Js) -> None:
+    tokens = await js.worker.tokens(TEXT)
+    first, second = Script(tokens, [1, 2, 3, 1], pause_after=3), Script(tokens, [1, 2, 3, 1])
+    js.worker.scripts = [first, second]
+    running = asyncio.create_task(run_node(js.folder, "openai_client.mjs", js.url, MODEL, "waiting"))
+    await asyncio.wait({running, asyncio.create_task(second.ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    first.go.set()
+    assert json.loads(await running) == {"text": TEXT}
 
 
 async def test_the_stream_helper(js: Js) -> None:

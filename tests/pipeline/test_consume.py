@@ -1,6 +1,7 @@
 """The standing pull on a real server: credit, one settlement each, and what happens when things go away."""
 
 import asyncio
+import random
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,29 @@ async def test_what_is_in_hand_goes_back_at_once(bus: Bus, unique: str, how: str
         async with asyncio.timeout(3.0):  # far below the ack wait of ten seconds
             await until_queued(bus, unique, 0)
     assert sorted(other.handled_ids) == ["r1", "r2", "r3"]
+
+
+async def test_a_loop_that_is_cancelled_at_random_a_thousand_times_loses_no_message(bus: Bus, unique: str) -> None:
+    """While messages arrive, are handled and are settled: what was in hand goes back, and comes again at once."""
+    chance, put, runs = random.Random(1), 0, 0
+
+    async def behave(_: Delivery[PrefillJob]) -> None:
+        await asyncio.sleep(chance.choice([0, 0, 0.002]))
+
+    worker = Worker(bus, unique, slots=8, behave=behave)
+    while runs < 1000 or await queued(bus, unique):
+        if runs < 1000 and await queued(bus, unique) < 100:
+            await asyncio.gather(*(worker.put(f"r{number}") for number in range(put, put + 20)))
+            put += 20
+        running = asyncio.create_task(Worker(bus, unique, slots=8, behave=behave, handled=worker.handled).consumer.run())
+        for _ in range(chance.randrange(60)):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        runs += 1
+    assert set(worker.handled_ids) == {f"r{number}" for number in range(put)}
+    assert put > 200
 
 
 async def test_a_deleted_consumer_is_declared_again(bus: Bus, unique: str) -> None:
