@@ -22,7 +22,7 @@ from .untold_blocks import UntoldBlocks
 
 log = logging.getLogger(__name__)
 
-BATCH_EVERY_S = 0.005
+BATCH_EVERY_S = 0.01
 HASHES_PER_MESSAGE = 32_768
 
 

@@ -19,8 +19,8 @@ from ..schemas.errors import PullFailed, SetupError
 from .kv_side_channel import Introduction, SideChannelServer, introduce
 
 MAX_PEERS = 1024
-SPIN_S = 0.002
-"""A waiting pull looks at every turn of the event loop this long, then every millisecond, later every five."""
+LOOKS_AT_ONCE = 3
+"""A waiting pull looks at so many turns of the event loop, then every millisecond, later every five."""
 
 NIXL_ERROR_NAMES = (
     "nixlBackendError",
@@ -120,12 +120,12 @@ class Pull:
 
     async def _wait_settled(self, timeout_s: float) -> None:
         now = asyncio.get_running_loop().time
-        began = now()
+        began, looks = now(), 0
         while not self.poll():
-            waited = now() - began
+            waited, looks = now() - began, looks + 1
             if waited > timeout_s:
                 raise PullFailed(f"the blocks did not arrive within {timeout_s} s")
-            await asyncio.sleep(0 if waited < SPIN_S else 0.001 if waited < 0.05 else 0.005)
+            await asyncio.sleep(0 if looks <= LOOKS_AT_ONCE else 0.001 if waited < 0.05 else 0.005)
 
     def _see(self, status: object) -> None:
         if status == self._nixl.done:

@@ -17,7 +17,7 @@ from ..schemas.decode import KvReference
 from ..schemas.errors import EngineRefused, HandoffRefused, Undecodable
 from ..schemas.replies import PositionLogprobs
 from ..schemas.requests import Sampling
-from ..schemas.tokens import unpack_tokens
+from ..schemas.tokens import largest_token, unpack_tokens
 from .engine import FinishReason, Leg
 
 _digest = xxhash.xxh3_64_intdigest
@@ -134,15 +134,14 @@ def _seed_of(sampling: Sampling) -> int | str:
 def begin(leg: Leg, limits: Limits) -> Answer:
     """Raises EngineRefused when the leg is no request this engine can run."""
     try:
-        token_ids = unpack_tokens(leg.prompt_tokens)
-        token_ids += unpack_tokens(leg.forced_tokens)
+        largest = max(largest_token(leg.prompt_tokens), largest_token(leg.forced_tokens))
     except Undecodable as error:
         raise EngineRefused(str(error)) from error
     length = len(leg.prompt_tokens) // 4
     if not 0 < length < limits.max_model_len_tokens:
         raise EngineRefused(f"a prompt must have 1 to {limits.max_model_len_tokens - 1} tokens, this one has {length}")
-    if max(token_ids) >= limits.vocabulary_size:
-        raise EngineRefused(f"token id {max(token_ids)} is not below the vocabulary size {limits.vocabulary_size}")
+    if largest >= limits.vocabulary_size:
+        raise EngineRefused(f"token id {largest} is not below the vocabulary size {limits.vocabulary_size}")
     _refuse_text(leg.sampling, limits)
     root = root_hash(limits.model, leg.lora, leg.cache_salt)
     return Answer(leg, TokenSequence(leg.prompt_tokens, limits.block_size_tokens, root), limits)

@@ -156,7 +156,7 @@ async def run_router(
         async def route() -> None:
             await feed.wait_until_synced(SYNC_S)
             if health is not None:
-                health.look = lambda: health_of(pipe.bus, "draining" if stopping.is_set() else "ready")
+                health.ready(lambda: health_of(pipe.bus, "draining" if stopping.is_set() else "ready"))
             async with asyncio.TaskGroup() as tasks:
                 for consumer in consumers:
                     tasks.create_task(consumer.run())

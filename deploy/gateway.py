@@ -76,7 +76,7 @@ async def run_gateway(
             doors = Doors(settings, bus, publisher, clock, inbox, server.app, server.names)
             await doors.start()
         if health is not None:
-            health.look = lambda: health_of_gateway(submitter, stopping)
+            health.ready(lambda: health_of_gateway(submitter, stopping))
         on_ready(server.url, server.admin_url)
 
         async def drain() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..schemas.errors import SetupError
+from .collector import settle
 
 WRITE_EVERY_S = 1.0
 STALE_S = 10.0
@@ -38,6 +39,11 @@ class HealthTeller:
         self._name = name
         self._file = file
         self.look: Callable[[], Health] = lambda: Health("starting")
+
+    def ready(self, look: Callable[[], Health]) -> None:
+        """The process serves from now on."""
+        self.look = look
+        settle()
 
     @asynccontextmanager
     async def telling(self) -> AsyncGenerator[None]:

@@ -69,7 +69,7 @@ async def run_worker(
                 try:
                     worker = Worker(settings, engine, info, pipe, cached)
                     if health is not None:
-                        health.look = worker.health
+                        health.ready(worker.health)
                     await worker.run(stopping)
                     return
                 except DeclaredDead as error:

@@ -12,15 +12,12 @@ import re
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from types import MappingProxyType
-
-from nats.aio.msg import Msg
 
 from ..schemas.errors import BrokerUnavailable, JetwakeError, NotPermitted, PayloadTooLarge, SetupError, StreamMissing
 from .faults import FOREIGN_ERRORS, translated, translation
 from .hearing_client import HearingClient, keeping_cancels
 from .inbox import AnswerInbox
-from .raw import NO_HEADERS, RawMessage
+from .raw import RawMessage
 from .reconnects import ReconnectCallback, Reconnects
 from .refusals import Refusals, not_permitted
 from .settings import BrokerSettings
@@ -245,17 +242,9 @@ class Bus:
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
         """`callback` runs in the loop, in order; when it raises, that is logged and the next message comes."""
 
-        async def hand_over(message: Msg) -> None:
-            headers = MappingProxyType(message.headers) if message.headers else NO_HEADERS
-            callback(RawMessage(message.subject, message.data, headers, message.reply))
-
         self.refusals.subscribing(subject)
         with translation(f"subscribing to {subject}"):
-            # No limits on what waits: the callbacks do not block, and a dropped message is worse than a full pipe.
-            # Its signature has a bare Future, so its type is partly unknown.
-            subscribed = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
-                subject, queue=queue, cb=hand_over, pending_msgs_limit=0, pending_bytes_limit=0
-            )
+            subscribed = await self._client.listen(subject, queue, callback)
             return Subscription(subscribed, lambda: self.refusals.left(subject))
 
     async def publish_permitted(self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None) -> None:

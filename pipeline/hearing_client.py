@@ -1,4 +1,7 @@
-"""nats-py's client and three things that it does to whoever waits.
+"""nats-py's client, with a shorter way for messages, and three things mended that it does to whoever waits.
+
+`listen`: messages go from the parser straight to a plain function, without a queue, a task and an object of nats-py for each. What is
+published in one turn of the event loop is written at its end, in one piece, without waking a task for that.
 
 `HearingClient`: whoever gives up waiting for the answer to a ping leaves the connection hearing.
 
@@ -14,14 +17,81 @@ uses, loses it, and nats-py itself does while its buffer is full). A loop that l
 """
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from nats.aio.client import PING_PROTO, Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+
+from .fast_parser import FastParser
+from .raw import NO_HEADERS, RawMessage
+
+Take = Callable[[RawMessage], None]
+
+_WRITE_AT_ONCE_BYTES = 256 << 10
+"""While the socket has more than this to send, nats-py's own flusher waits for it."""
+_STATUS_FOLLOWS = ord(" ")
+_VERSION_BYTES = len("NATS/1.0")
 
 
 class HearingClient(Client):
     _pongs: "list[asyncio.Future[bool]]"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = FastParser(self)
+        self._will_write = False
+
+    async def listen(self, subject: str, queue: str, take: Take) -> Subscription:
+        """`take` runs in the parser's turn, in order; what it raises goes to the client's error callback."""
+        # No limits on what waits: nothing does, and a dropped message is worse than a full pipe. (Its type is partly unknown.)
+        return await self.subscribe(  # pyright: ignore[reportUnknownMemberType]
+            subject, queue=queue, cb=partial(_hand_over, take), pending_msgs_limit=0, pending_bytes_limit=0
+        )
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        taker: Any = subscription._cb if subscription is not None else None  # pyright: ignore[reportPrivateUsage]
+        if not isinstance(taker, partial):
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        told: dict[str, str] | None = None
+        if headers:
+            if headers[_VERSION_BYTES] == _STATUS_FOLLOWS:
+                told = await self._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]
+            else:
+                told = self._parse_header_lines(headers[_VERSION_BYTES + 2 :])
+        message = RawMessage(subject.decode(), data, MappingProxyType(told) if told else NO_HEADERS, reply.decode())
+        try:
+            taker.args[0](message)
+        except Exception as error:  # noqa: BLE001  as nats-py does: a callback that fails ends nothing
+            await self._error_cb(error)
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        if force_flush or not self._can_write():
+            return await super()._flush_pending(force_flush)
+        if not self._will_write:
+            self._will_write = True
+            asyncio.get_running_loop().call_soon(self._write)
+        return None
+
+    def _can_write(self) -> bool:
+        socket = self._transport
+        writer = socket._io_writer if isinstance(socket, TcpTransport) else None  # pyright: ignore[reportPrivateUsage]
+        return self.is_connected and writer is not None and writer.transport.get_write_buffer_size() < _WRITE_AT_ONCE_BYTES
+
+    def _write(self) -> None:
+        self._will_write = False
+        if self._pending and self.is_connected and self._transport is not None:
+            waiting, self._pending, self._pending_data_size = self._pending, [], 0
+            self._transport.writelines(waiting)
 
     @property
     def is_clustered(self) -> bool:
@@ -37,6 +107,11 @@ class HearingClient(Client):
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         await self._send_command(PING_PROTO)  # behind what waits: then the answer says that the broker has seen it
         await self._flush_pending()
+
+
+async def _hand_over(take: Take, message: Msg) -> None:
+    """Should nats-py itself bring one."""
+    take(RawMessage(message.subject, message.data, MappingProxyType(message.headers) if message.headers else NO_HEADERS, message.reply))
 
 
 @contextmanager

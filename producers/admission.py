@@ -2,7 +2,7 @@
 
 from ..schemas.errors import InvalidRequest, PromptTooLong
 from ..schemas.requests import InferenceRequest
-from ..schemas.tokens import unpack_tokens
+from ..schemas.tokens import largest_token
 from ..schemas.workers import ModelCard
 
 
@@ -28,7 +28,7 @@ def admit(request: InferenceRequest, model: ModelCard) -> None:
 
 
 def _check_token_ids(request: InferenceRequest, model: ModelCard) -> None:
-    highest = max(unpack_tokens(request.prompt_tokens))
+    highest = largest_token(request.prompt_tokens)
     if highest >= model.vocabulary_size:
         raise InvalidRequest(f"the prompt has token id {highest}; {model.model} has a vocabulary of {model.vocabulary_size}")
     named = {

@@ -68,6 +68,7 @@ class Router:
         slots: int = 64,
     ) -> None:
         self._name = name
+        self._own_routed = subjects.routed(name)
         self._policy_name = policy_name
         self._policy = policy
         self._publisher = publisher
@@ -290,7 +291,7 @@ class Router:
             work_s=booking.work_s,
             hashes=pack_hashes(case.hashes),
         )
-        await self._publisher.send(subjects.routed(self._name), routed)
+        await self._publisher.send(self._own_routed, routed)
         return stored.sequence
 
     def _remember(self, case: Case, decision: Decision, sequence: int) -> None:
@@ -360,13 +361,15 @@ class Router:
             self.on_idle()
 
     def _on_routed(self, message: RawMessage) -> None:
+        if message.subject == self._own_routed:
+            return
         try:
             routed = decode(message.data, Routed)
             hashes = unpack_hashes(routed.hashes)
         except Undecodable as error:
             log.warning("another router's decision that cannot be read: %s", error)
             return
-        if routed.router != self._name and routed.lane in self._living_lanes():
+        if routed.lane in self._living_lanes():
             self._ledger.stored(self._ledger.book(routed.request_id, routed.lane, routed.work_s), routed.sequence)
             self._index.predict(routed.lane, hashes, time.monotonic())
 

@@ -4,6 +4,8 @@ import sys
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+
 from .errors import Undecodable
 
 _U32 = "I" if array("I").itemsize == 4 else "L"
@@ -25,6 +27,13 @@ def unpack_tokens(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         unpacked.byteswap()
     return unpacked.tolist()
+
+
+def largest_token(data: bytes) -> int:
+    """The largest id; 0 where there is none. Without a list of ints, which takes a hundred times as long. Raises Undecodable."""
+    if len(data) % 4:
+        raise Undecodable(f"token bytes have length {len(data)}, not a multiple of 4")
+    return int(np.frombuffer(data, dtype="<u4").max(initial=0))
 
 
 def token_count(data: bytes) -> int:

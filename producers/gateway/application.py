@@ -81,7 +81,9 @@ def vllm_config(args: Namespace) -> Any:
     from vllm import AsyncEngineArgs, envs
     from vllm.config import VllmConfig
 
-    use_fast_tokenizer(args.tokenizer or args.model, revision=args.tokenizer_revision, trust_remote_code=args.trust_remote_code)
+    args.fast_tokenizer = use_fast_tokenizer(
+        args.tokenizer or args.model, revision=args.tokenizer_revision, trust_remote_code=args.trust_remote_code
+    )
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         model_config = engine_args.create_model_config()
@@ -123,9 +125,12 @@ async def build(engine: Any, args: Namespace) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
+    from .short_way import shorten
+
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     app.router.routes[:] = list(served(app.router.routes))
+    shorten(app)
     drop_unused_middleware(app)
     _hush_expected_failures()
     return app

@@ -25,13 +25,17 @@ UNSERVED = {
 }
 
 _WORDS = (*INTERNAL, *INTERNAL_PREFIXES, ARGUMENTS, *UNSERVED, "modalities")
-_SUSPECT = re.compile(rb'"(?:' + b"|".join(word.encode() for word in _WORDS) + rb")|\\u")
-"""Bodies are large and nearly all are innocent: only one with such a word (or a disguised one) is parsed a second time."""
+_SUSPECT = re.compile(rb'"(?:' + b"|".join(word.encode() for word in _WORDS) + rb")")
+"""Bodies are large and nearly all are innocent: only one with such a word (or a disguised one) is parsed a second time.
+
+The pattern begins with one byte, which is searched for ten times as fast as the first byte of a choice.
+"""
+_DISGUISE = b"\\u"
 
 
 def refused_field(body: bytes) -> Failure | None:
     """A refusal that names the first field that must not be there. A body that is no JSON is left to the handler."""
-    if _SUSPECT.search(body) is None:
+    if _DISGUISE not in body and _SUSPECT.search(body) is None:
         return None
     try:
         fields = json.loads(body)

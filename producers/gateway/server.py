@@ -14,6 +14,7 @@ import uvicorn
 from ...schemas.errors import SetupError
 from . import application
 from .admin import Admin
+from .at_once import render_at_once
 from .engine import BusEngine
 from .exposure import refuse_open
 from .front import App, Front, Headers
@@ -83,6 +84,8 @@ class GatewayServer:
         refuse_open(settings.host, guarded=self._gate.closed or bool(args.api_key), allow_open=settings.allow_open)
         config = application.vllm_config(args)
         self._engine = BusEngine(config, self._submitter, self._metrics, settings.request_timeout_s, self._kept)
+        if args.fast_tokenizer and not args.trust_request_chat_template:
+            render_at_once(self._engine.renderer)
         keep_alive_s = float(args.sse_keep_alive_interval) or settings.keep_alive_s
         args.sse_keep_alive_interval = 0  # the front does it, without a task for each token
         app = await application.build(self._engine, args)
