@@ -30,6 +30,8 @@ PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
 SILENCE_S = 2 * HEARTBEAT_S + 1.0
 ASK_AGAIN_S = 0.25
+GATHER_S = 0.002
+"""While something is asked for, changes that come so close together are answered by one."""
 _PULL_BYTES = 16 << 20
 _HEARTBEAT = "100"
 _STARTING = "it starts"
@@ -92,6 +94,9 @@ class StandingPull:
                 else:
                     await self._adjust()
                     await self._wait_for_change()
+                    if self.outstanding and not self._lost:
+                        await asyncio.sleep(GATHER_S)
+                        self._changed.clear()
         finally:
             remove()
             await self._take_all_back()

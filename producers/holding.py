@@ -10,7 +10,7 @@ than `SHORTEST_FIRST_FROM` unfinished prompts for each worker, the shortest go f
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .fleet import Candidate
@@ -40,7 +40,14 @@ class Plan:
 def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> Plan:
     """`candidates`, which is never empty, must count all that was sent before."""
     made, known, left = Plan(), {candidate.lane: candidate for candidate in candidates}, len(waiting)
+    if not waiting:
+        return made
+    held_until_s, shortest_s = min(one.since_s for one in waiting) + policy.knobs.hold_s, _shortest_s(waiting, candidates)
     for one in _in_order(policy, waiting, candidates, now_s):
+        nobody_before_s = min(held_until_s, _free_s(policy, shortest_s, known.values(), left, now_s))
+        if now_s < nobody_before_s:  # this one does not go, nor does anybody after it: workers only get more to do
+            made.look_again_s = min(made.look_again_s, nobody_before_s)
+            break
         choice = [candidate for candidate in known.values() if candidate.worker not in one.except_workers] or list(known.values())
         decision = policy.choose(choice, one.query, now_s)
         chosen = known[decision.lane]
@@ -52,6 +59,26 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
             made.look_again_s = min(made.look_again_s, ready_s, one.since_s + policy.knobs.hold_s)
         known[decision.lane] = chosen.and_one(one.query)
     return made
+
+
+def nobody_before_s(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> float:
+    """Until then none of them goes. `waiting` is never empty."""
+    held_until_s = min(one.since_s for one in waiting) + policy.knobs.hold_s
+    return min(held_until_s, _free_s(policy, _shortest_s(waiting, candidates), candidates, len(waiting), now_s))
+
+
+def _shortest_s(waiting: Sequence[Waiting], candidates: Iterable[Candidate]) -> dict[str, float]:
+    """By lane: the least time that a prefill of one of them would take there."""
+    prompts = [(one.query.prompt_length_tokens, one.query.cached_tokens_by_lane) for one in waiting]
+    return {
+        one.lane: one.prefill_base_s + one.prefill_per_token_s * min(tokens - cached.get(one.lane, 0) for tokens, cached in prompts)
+        for one in candidates
+    }
+
+
+def _free_s(policy: KvAware, shortest_s: Mapping[str, float], candidates: Collection[Candidate], waiting: int, now_s: float) -> float:
+    """When the first worker is free, for the shortest of so many that wait."""
+    return min(policy.ready_for_s(one, shortest_s[one.lane], waiting / len(candidates), now_s) for one in candidates)
 
 
 def _in_order(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> Iterator[Waiting]:

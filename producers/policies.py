@@ -163,11 +163,15 @@ class KvAware:
 
         Short prompts are sent together. Each saves a step's own time for all that wait, and costs only its own tokens' time.
         """
+        return self.ready_for_s(candidate, candidate.prefill_s(query), waiting_per_worker, now_s)
+
+    def ready_for_s(self, candidate: Candidate, prefill_s: float, waiting_per_worker: float, now_s: float) -> float:
+        """As `ready_s`, for a job that takes so long there."""
         free_s = now_s + candidate.work_s(now_s)
         if candidate.queued_requests + candidate.running_prefills <= 1:
             free_s -= self.knobs.lead * candidate.prefill_base_s
         saved_s = candidate.prefill_base_s * waiting_per_worker
-        return free_s - saved_s if candidate.prefill_s(query) <= 2 * candidate.prefill_base_s + saved_s else free_s
+        return free_s - saved_s if prefill_s <= 2 * candidate.prefill_base_s + saved_s else free_s
 
     def _expected_s(self, candidates: Sequence[Candidate], query: Query, now_s: float) -> dict[str, float]:
         """By lane. One loop without calls: it runs once for every worker in every decision."""

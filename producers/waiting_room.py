@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..schemas.errors import NoWorker
 from ..schemas.requests import InferenceRequest
 from .fleet import Candidate
-from .holding import Waiting, plan
+from .holding import Waiting, nobody_before_s, plan
 from .lane_ledger import Booking
 from .policies import Decision, KvAware, Query
 from .prefix_index import PrefixIndex
@@ -21,7 +21,7 @@ from .prefix_index import PrefixIndex
 LEAST_PAUSE_S = 0.001
 """Between two looks at those that wait."""
 MATCH_HOLDS_S = 0.02
-"""How long what was found in the index for a request is believed."""
+"""How long what was found in the index for a request is believed, once a worker may be free for it."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,9 @@ class WaitingRoom:
         candidates = self._candidates(model)
         if not candidates:
             raise NoWorker(f"no worker for {model} is ready with a compatible peer")
+        nobody_before = nobody_before_s(self._policy, [kept.waiting for kept in of_model], candidates, now_s)
+        if now_s < nobody_before:
+            return nobody_before
         kept_of: dict[Waiting, _Kept] = {}
         for kept in of_model:
             if now_s - kept.case.looked_s > MATCH_HOLDS_S:
