@@ -78,6 +78,67 @@ async def test_a_streamed_answer_is_the_plain_one(gateway: RunningGateway) -> No
     assert check_completion((await gateway.completion(MODEL, stream=True)).text).text
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+SHORT_AND_LONG: tuple[dict[str, Any], ...] = (
+    {},
+    {"n": 2, "seed": 3, "temperature": 1, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"logprobs": True, "top_logprobs": 2, "stop": ["zzz"], "ignore_eos": True, "max_completion_tokens": 5, "return_token_ids": True},
+    {"messages": [{"role": "system", "content": "é \U0001f600"}, {"role": "user", "content": PARTS}], "echo": True},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "content": "b", "tool_call_id": "c1"},
+        ]
+    },
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"tools": [TOOL]},
+    {"response_format": {"type": "json_object"}},
+    {"temperature": "hot"},
+    {"temperature": -1},
+    {"messages": []},
+    {"messages": "hello"},
+    {"model": "nobody"},
+    {"max_tokens": 0},
+    {"n": 0},
+    {"unknown_field": 1},
+    {"top_logprobs": 2},
+    {"stream_options": {"include_usage": "maybe"}},
+)
+
+
+@pytest.mark.parametrize("fields", SHORT_AND_LONG)
+async def test_streamed_chat_is_the_same_by_the_short_way_and_by_the_long(gateway: RunningGateway, fields: dict[str, Any]) -> None:
+    """`"stream": 1` means the same to vLLM, and is none of what the short way takes."""
+    model = fields.get("model", MODEL)
+    rest = {name: value for name, value in fields.items() if name != "model"}
+    short, long = [await gateway.chat(model, stream=stream, **rest) for stream in (True, 1)]
+    assert short.status_code == long.status_code
+    own = ("x-request-id", "x-jetwake-request-id", "date", "content-length")
+    assert [head for head in short.headers.items() if head[0] not in own] == [head for head in long.headers.items() if head[0] not in own]
+    assert _said(short) == _said(long)
+    assert (short.status_code, "data: [DONE]" in short.text) in ((200, True), (400, False), (404, False))
+
+
+def _said(response: httpx.Response) -> Any:
+    """Without what is each response's own: ids, times, and where chance has cut the tokens."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return response.json()
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event.pop("choices", ())]
+    said: dict[str, Any] = {"heads": {json.dumps(event | {"id": "", "created": 0, "usage": 0}) for event in events}}
+    said["usage"] = [event["usage"] for event in events if event.get("usage")][-1:]
+    for choice in sorted(choices, key=lambda choice: choice["index"]):
+        delta, index = choice.pop("delta"), choice["index"]
+        said.setdefault(f"text {index}", []).append(delta.pop("content", ""))
+        said.setdefault(f"tokens {index}", []).extend(choice.pop("token_ids", None) or ())
+        said.setdefault(f"logprobs {index}", []).extend((choice.pop("logprobs", None) or {}).get("content", ()))
+        said.setdefault("rest", set()).add(json.dumps([choice, delta]))
+    return {name: "".join(value) if name.startswith("text") else value for name, value in said.items()}
+
+
 async def test_the_model_answers_to_all_its_names(gateway: RunningGateway) -> None:
     names = [model["id"] for model in (await gateway.http.get("/v1/models")).json()["data"]]
     assert names == ["sim", "alias"]
