@@ -1,7 +1,8 @@
 """Shared fixtures: a real nats-server for the whole run, and connections to it. Each test names its own models, workers and gateways."""
 
+import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import ensure_topology
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that runs within a test sets the level of its whole process, and a later test would wait in vain for a warning."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
