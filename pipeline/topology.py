@@ -6,10 +6,11 @@ storage) is an error in the broker's own words; a stream that is made anew gives
 apart). A consumer that cannot be changed is made anew: its messages stay in the stream, and what somebody held is delivered again.
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
-from ..schemas.errors import BusRejected, NotPermitted, StreamMissing
+from ..schemas.errors import BrokerUnavailable, BusRejected, NotPermitted, StreamMissing
 from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, ConsumerSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
@@ -19,6 +20,8 @@ from .jetstream import Json, api, create_path, message_at
 from .settings import TopologySettings
 
 logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
     path = create_path(spec.stream, spec.durable, spec.filter_subject)
     question = {"stream_name": spec.stream, "config": consumer_config(spec), "action": ""}
     try:
-        await api(bus, path, question)
+        await _asked_until_agreed(bus, path, question)
     except BusRejected as error:
         old = fixed_otherwise(await _info(bus, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), consumer_config(spec))
         if not old:
@@ -103,7 +106,21 @@ async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
                 f"{error}; consumer {spec.stream}/{spec.durable} is of an earlier version ({old}), and this user may not delete it:"
                 " `jetwake nats declare` as the admin makes it anew, and loses no message"
             ) from refused
-        await api(bus, path, question)
+        await _asked_until_agreed(bus, path, question)
+
+
+async def _asked_until_agreed(bus: Bus, path: str, question: Json) -> None:
+    """For what may be asked twice. The servers of a cluster agree on a new consumer first, and a busy one takes its time."""
+    clock = asyncio.get_running_loop().time
+    give_up_s = clock() + (bus.missing_grace_s if bus.is_clustered else 0.0)
+    while True:
+        try:
+            await api(bus, path, question)
+            return
+        except BrokerUnavailable:
+            if clock() >= give_up_s:
+                raise
+            await asyncio.sleep(_ASK_AGAIN_S)
 
 
 async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:
