@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...pipeline.jetstream import api
@@ -13,6 +14,7 @@ from ...pipeline.topology import delete_consumer, durables
 from ...schemas.errors import BusError
 from ...schemas.streams import STREAMS, WORKERS_BUCKET
 from ..nats_cluster import wait_until_whole
+from .freezing import freeze
 from .observer import WORK_QUEUES, Observer
 from .plan import Fault
 from .system import System
@@ -81,8 +83,9 @@ class Faults:
         pid = self._system.pid(fault.target)
         if not pid:
             return
-        _signal(pid, signal.SIGSTOP)
         self._frozen.add(pid)
+        with suppress(ProcessLookupError):  # it died on its own
+            await freeze(pid)
         await _wait(stopping, fault.duration_s)
         if pid == self._system.pid(fault.target):  # else it was killed, and the number may be another's
             _signal(pid, signal.SIGCONT)

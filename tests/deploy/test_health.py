@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.engines import make_engine
 from jetwake.deploy.health import STALE_S, problem_of
 from jetwake.deploy.nats_server import NatsServer
@@ -60,12 +60,12 @@ async def test_a_probe_sees_what_is_so(own_server: NatsServer, tmp_path: Path, a
         assert (await probe(file))[0] == 0  # a restart would mend nothing
         await own_server.start()
         await until(lambda: state(file) == "ready")
-        process.send_signal(signal.SIGSTOP)
+        await freeze(process.pid)
         facts = json.loads(file.read_text())
         file.write_text(json.dumps(facts | {"at_s": facts["at_s"] - STALE_S}))  # time passes, and nobody writes
         code, said = await probe(file)
         assert (code, "stands still" in said) == (1, True)
-        process.send_signal(signal.SIGCONT)
+        thaw(process.pid)
         process.terminate()
         assert await process.wait() == 0
         assert not file.exists()

@@ -1,7 +1,6 @@
 """Cancelled or expired, wherever the request is at that moment: its end is told at once, nothing more is computed, no block stays."""
 
 import asyncio
-import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from fleet import Fleet, fleet_of
 from operations import idle, patient, prompt_of, until, until_held
 from test_dead_workers import worker_process
 
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.jetstream import bucket_stream, key_subject, last_message
@@ -137,7 +137,7 @@ async def test_in_the_middle_of_the_pull(own_server: NatsServer, tmp_path: Path,
                 prompt_of(2 * number + 1, blocks * 16), max_tokens=5, timeout_s=300.0 if how == "cancelled" else 5.0
             )
             await until(lambda: loads["prefill-x"].held_blocks == blocks)
-            prefill.send_signal(signal.SIGSTOP)
+            await freeze(prefill.pid)
             await stays_known(fleet, "prefill-x")
             await in_the_way.cancel()
             await until(lambda: loads["decode-x"].used_blocks == blocks)  # the one slot is free: it pulls
@@ -148,7 +148,7 @@ async def test_in_the_middle_of_the_pull(own_server: NatsServer, tmp_path: Path,
                     await submitted.answer()
             await until(lambda: loads["decode-x"].running_requests == 0)
             assert loads["decode-x"].used_blocks == blocks
-            prefill.send_signal(signal.SIGCONT)
+            thaw(prefill.pid)
             await until(lambda: loads["decode-x"].used_blocks == loads["prefill-x"].used_blocks == loads["prefill-x"].held_blocks == 0)
             async with asyncio.timeout(20), Bus.connect(patient(fleet.broker), "looker") as bus:
                 while await subject_counts(bus, HANDOFF.name):

@@ -1,8 +1,6 @@
 """One request's whole way, many times over: real broker, real NIXL, simulated engines whose every pulled block is verified."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from fleet import Fleet, fleet_of
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline import cards, registry
 from jetwake.pipeline.connection import Bus, RawMessage
@@ -296,10 +295,10 @@ async def test_a_request_of_which_it_is_not_known_whether_it_was_stored(own_serv
             client.default_model = "sim"
             await client.generate(prompt_of(1), max_tokens=1)
             for options in ({"max_tokens": 30_000}, {"max_tokens": 20, "request_id": "mine"}):
-                os.kill(own_server.pid, signal.SIGSTOP)
+                await freeze(own_server.pid)
                 with pytest.raises(BrokerUnavailable):
                     await client.submit(prompt_of(2), **options)
-                os.kill(own_server.pid, signal.SIGCONT)
+                thaw(own_server.pid)
             assert await ends_of(bus, client, 3) == ["finished", "cancelled", "finished"]
             assert len((await (await client.resume("mine")).answer()).token_ids) == 20
         await idle(fleet)

@@ -12,6 +12,7 @@ from operations import all_ready, idle, prompt_of, until
 from test_dead_workers import SLOW, all_greeted, registry_of, worker_process
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.schemas.errors import EngineDead, RequestFailed
 
@@ -67,12 +68,12 @@ async def test_a_worker_that_was_taken_for_dead_and_goes_on_does_no_harm(own_ser
         first = registry.workers["frozen"].incarnation
         waiting = [asyncio.create_task(client.generate(prompt_of(number, 300), max_tokens=20, temperature=0.0)) for number in range(40)]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)  # now every worker has work in hand
-        frozen.send_signal(signal.SIGSTOP)
+        await freeze(frozen.pid)
         answers = await asyncio.gather(*waiting)
         assert all(len(answer.token_ids) == 20 for answer in answers)
         await registry.wait_for(lambda workers: "frozen" not in workers, 30)
 
-        frozen.send_signal(signal.SIGCONT)
+        thaw(frozen.pid)
         await registry.wait_for(lambda workers: "frozen" in workers and all_greeted(workers), 30)
         if role != "decode":  # its queue was taken away
             await registry.wait_for(lambda workers: "frozen" in workers and workers["frozen"].incarnation != first, 30)

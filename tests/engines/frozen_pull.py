@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from typing import Any
 
 from jetwake.consumers.engine import Leg, Peer
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.schemas.decode import KvReference
 from jetwake.schemas.errors import PullFailed
 from jetwake.schemas.requests import Sampling
@@ -40,7 +39,7 @@ async def pull_from_frozen(process: asyncio.subprocess.Process, settings: Simula
     await engine.greet(peer)
     await run(engine, answers[0], 1)
     assert engine.stats().used_blocks == 0
-    os.kill(process.pid, signal.SIGSTOP)
+    await freeze(process.pid)
     try:
         await run(engine, answers[1], 2)
         raise AssertionError("a frozen peer was read over TCP")
@@ -48,7 +47,7 @@ async def pull_from_frozen(process: asyncio.subprocess.Process, settings: Simula
         print(error)
     held_back = engine.stats().used_blocks
     assert held_back == 63, held_back
-    os.kill(process.pid, signal.SIGCONT)
+    thaw(process.pid)
     while engine.stats().used_blocks:
         await asyncio.sleep(0.001)
     await engine.stop()

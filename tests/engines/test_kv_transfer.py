@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from jetwake.consumers.engine import Leg, Peer
 from jetwake.consumers.engine_simulated import SimulatedEngine, SimulatedSettings
 from jetwake.consumers.kv_side_channel import Introduction, SideChannelServer, introduce
 from jetwake.consumers.kv_transfer_nixl import NIXL_ERROR_NAMES, KvTransfer, Pull
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.schemas.decode import KvReference
 from jetwake.schemas.errors import PullFailed
 from jetwake.schemas.requests import Sampling
@@ -103,10 +103,10 @@ async def test_frozen_peer_at_the_handshake(peer_process: PeerProcess) -> None:
     engine = SimulatedEngine(SETTINGS.model_copy(update={"handshake_timeout_s": 0.3}))
     await engine.start()
     peer = await peer_process.peer()
-    os.kill(peer_process.process.pid, signal.SIGSTOP)
+    await freeze(peer_process.process.pid)
     greetings = await asyncio.gather(*(engine.greet(peer) for _ in range(5)), return_exceptions=True)
     assert [type(greeting) for greeting in greetings] == [PullFailed] * 5
-    os.kill(peer_process.process.pid, signal.SIGCONT)
+    thaw(peer_process.process.pid)
     await engine.greet(peer)
     await engine.stop()
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from jetwake.consumers.engine_vllm.engine import VllmEngine
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.schemas.errors import EngineDead, PullFailed
 
 from .conformance import GREEDY, Pair, apart, collect, handoff, leg, until
@@ -31,14 +32,14 @@ async def test_frozen_peer_is_no_answer(pair: Pair) -> None:  # noqa: F811
     await apart(pair, pair.prompt(40, salt=2))
     first, kv = await handoff(pair, prompt)
     for worker in workers(pair.prefill):
-        worker.suspend()
+        await freeze(worker.pid)
     try:
         with pytest.raises(PullFailed, match="no cache after"):
             await collect(pair.decode, leg(prompt, forced=first.first_tokens, kv=kv))
         assert (await collect(pair.decode, leg(pair.prompt(40, salt=3)))).tokens
     finally:
         for worker in workers(pair.prefill):
-            worker.resume()
+            thaw(worker.pid)
     await until(lambda: pair.decode.stats().used_blocks == 0)
     await pair.prefill.release([kv.engine_request_id])
     await pair.prefill.drain()
@@ -48,7 +49,7 @@ async def test_cancelled_pulls_from_a_dead_peer_lose_no_block(pair: Pair) -> Non
     prompts = [pair.prompt(300, salt=10 + i) for i in range(20)]
     handoffs = [await handoff(pair, prompt) for prompt in prompts]
     for worker in workers(pair.prefill):
-        worker.suspend()
+        await freeze(worker.pid)
     pulls = [
         asyncio.create_task(collect(pair.decode, leg(prompt, forced=first.first_tokens, kv=kv)))
         for prompt, (first, kv) in zip(prompts, handoffs, strict=True)
@@ -80,13 +81,13 @@ async def test_dead_process_is_told_to_all(pair: Pair) -> None:  # noqa: F811
 
 async def test_frozen_process_does_not_answer_a_ping(pair: Pair) -> None:  # noqa: F811
     for worker in workers(pair.decode):
-        worker.suspend()
+        await freeze(worker.pid)
     try:
         with pytest.raises(EngineDead, match="did not answer"):
             await pair.decode.ping(0.5)
     finally:
         for worker in workers(pair.decode):
-            worker.resume()
+            thaw(worker.pid)
     await pair.decode.ping(30.0)
 
 

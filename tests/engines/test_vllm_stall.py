@@ -8,6 +8,7 @@ import pytest
 
 from jetwake.consumers.engine_vllm.engine import VllmEngine
 from jetwake.deploy.app import run_router
+from jetwake.deploy.chaos.freezing import freeze
 from jetwake.deploy.local import wait_until_served
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
@@ -48,7 +49,7 @@ async def test_a_stopped_engine_core_turns_its_worker_red_and_its_work_goes_on(o
 
         family = engine.processes.alive()
         [core] = [process for process in family if "EngineCore" in process.name()]
-        core.suspend()
+        await freeze(core.pid)
         with pytest.raises(EngineDead, match=r"no progress|did not answer"):
             async with asyncio.timeout(STALL_LIMIT_S + 30):
                 await first

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.chaos.links import Link
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus, RawMessage, encoded_headers_bytes
@@ -153,16 +154,13 @@ async def test_a_wrong_password_is_not_permitted(guarded_server: NatsServer) -> 
 
 
 async def test_a_half_open_connection_is_noticed(own_server: NatsServer) -> None:
-    import os
-    import signal
-
     settings = BrokerSettings(url=own_server.url, ping_interval_s=0.2)
     async with Bus.connect(settings, "test") as bus:
-        os.kill(own_server.pid, signal.SIGSTOP)
+        await freeze(own_server.pid)
         try:
             await until(lambda: not bus.connected)
         finally:
-            os.kill(own_server.pid, signal.SIGCONT)
+            thaw(own_server.pid)
         async with asyncio.timeout(20):
             await bus.wait_connected()
 
