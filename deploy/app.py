@@ -17,6 +17,7 @@ from ..pipeline.connection import Bus
 from ..pipeline.consume import Consumer
 from ..pipeline.endings import Endings
 from ..pipeline.in_flight import InFlight
+from ..pipeline.patience import when_ready
 from ..pipeline.publish import Publisher
 from ..pipeline.registry import ModelCatalogue, Registry
 from ..pipeline.settings import BrokerSettings, TopologySettings
@@ -82,7 +83,7 @@ async def open_pipe(broker: BrokerSettings, topology: TopologySettings, name: st
             registry=Registry(bus),
             keeper=keeper,
         )
-        await clock.sync()
+        await when_ready(bus, clock.sync)
         await pipe.in_flight.start()
         await pipe.registry.start()
         yield pipe

@@ -24,6 +24,7 @@ from ..consumers.prefill import PrefillConsumer, PrefillLimits
 from ..consumers.workload import LoadReporter, Workload
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.consume import Consumer
+from ..pipeline.patience import when_ready
 from ..pipeline.registry import CardKeeper
 from ..pipeline.settings import BrokerSettings, TopologySettings
 from ..pipeline.topology import consumer_count, delete_consumer, ensure_consumer, stream_created_ns
@@ -121,10 +122,7 @@ class Worker:
     async def run(self, stopping: asyncio.Event) -> None:
         """Raises EngineDead, DeclaredDead."""
         pipe, card = self._pipe, self._card
-        await ensure_consumer(pipe.bus, self._lane.spec)
-        for consumer in self._consumers:
-            if isinstance(consumer, HandoffQueues):
-                await consumer.declare()
+        await when_ready(pipe.bus, self._declare_queues)
         await self._held.listen(pipe.bus, card.lane)
         await self._events.listen()
         catalogue = ModelCatalogue(pipe.bus, pipe.publisher)
@@ -159,7 +157,14 @@ class Worker:
             await run_until(stopping, loops, drain_and_tell)
         finally:
             await self._keeper.withdraw()
-        await delete_consumer(pipe.bus, self._lane.spec.stream, self._lane.spec.durable)
+        with suppress(BusError):  # then routers remove it, as those of the dead
+            await delete_consumer(pipe.bus, self._lane.spec.stream, self._lane.spec.durable)
+
+    async def _declare_queues(self) -> None:
+        await ensure_consumer(self._pipe.bus, self._lane.spec)
+        for consumer in self._consumers:
+            if isinstance(consumer, HandoffQueues):
+                await consumer.declare()
 
     def health(self) -> Health:
         return health_of(self._pipe.bus, self._peers.card.state) if self._announced else Health("starting")

@@ -24,6 +24,7 @@ from ..schemas.streams import CANCEL
 from .clock import ServerClock
 from .connection import Bus, RawMessage, Subscription
 from .jetstream import SUBJECT_HEADER, stored_messages
+from .patience import when_ready
 from .readers import Readers
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class InFlight:
         """Knows all cancels on return."""
         self._subscription = await self._bus.subscribe(subjects.CANCELS, self._on_cancel)
         await self._bus.flush()
-        await self._read_stored()
+        await when_ready(self._bus, self._read_stored)
 
     async def run(self) -> None:
         """Beside the work, until cancelled."""

@@ -29,6 +29,7 @@ from .jetstream import (
     key_subject,
     last_messages,
 )
+from .patience import when_ready
 from .raw import RawMessage
 
 __all__ = ["CARD_TTL_S", "HEARTBEAT_S", "CardKeeper", "ModelCatalogue", "Registry"]
@@ -93,7 +94,7 @@ class Registry:
         """Knows all cards on return. Raises BusError."""
         self._subscription = await self._bus.subscribe(_ALL_WORKERS, self._receive)
         await self._bus.flush()
-        await self._take_snapshot()
+        await when_ready(self._bus, self._take_snapshot)
 
     async def run(self) -> None:
         """Until cancelled: snapshots every ten seconds and after reconnects, and looks for cards that are overdue."""

@@ -9,9 +9,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ..schemas.errors import BrokerUnavailable, BusError, StreamMissing
+from ..schemas.errors import BusError, StreamMissing
 from ..schemas.streams import ConsumerSpec
 from .connection import Bus
+from .patience import WAIT_S, when_ready
 from .settings import TopologySettings
 from .topology import consumer_count, ensure_topology, missing_streams, restore_missing
 
@@ -20,8 +21,6 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 2.0
 
 
-WAIT_S = 60.0
-"""How long a process that may not declare streams waits at its start for somebody who may."""
 SAY_EVERY_S = 10.0
 _PAUSE_S = 0.25
 
@@ -48,17 +47,7 @@ class TopologyKeeper:
 
     async def start(self) -> None:
         """Everything is there on return, and as declared where that is ours to do. Raises BusError."""
-        clock = asyncio.get_running_loop().time
-        give_up_s = clock() + WAIT_S
-        while True:
-            try:
-                await self._declare()
-                break
-            except BrokerUnavailable as error:  # a cluster that begins, or has lost a server, agrees on leaders first
-                if clock() >= give_up_s or not self._bus.is_clustered:
-                    raise
-                logger.warning("the broker is not ready, trying again: %s", error)
-                await asyncio.sleep(_PAUSE_S)
+        await when_ready(self._bus, self._declare)
         self._bus.on_reconnect(self._restore)
 
     async def _declare(self) -> None:

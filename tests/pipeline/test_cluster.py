@@ -12,15 +12,16 @@ from jetwake.pipeline.cards import CARD_TTL_S, HEARTBEAT_S
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.jetstream import api, bucket_stream, newest_message
+from jetwake.pipeline.patience import when_ready
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CardKeeper, Registry
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.terminals import Terminals
-from jetwake.pipeline.topology import ensure_topology, subject_counts
+from jetwake.pipeline.topology import durables, ensure_consumer, ensure_topology, subject_counts
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import BusError
 from jetwake.schemas.replies import Cancelled
-from jetwake.schemas.streams import REQUESTS, RESULTS, WORKERS_BUCKET
+from jetwake.schemas.streams import PREFILL, REQUESTS, RESULTS, WORKERS_BUCKET, prefill_consumer
 
 from .harness import request, until
 from .test_registry import card
@@ -140,3 +141,24 @@ async def test_one_end_for_each_request_whoever_leads(cluster: NatsCluster, bus:
         counts = await subject_counts(bus, RESULTS.name, subjects.results_of("*", unique))
         assert sorted(counts.values()) == [1] * 30
     await until(lambda: bus.connected)
+
+
+async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(cluster: NatsCluster, bus: Bus, unique: str) -> None:
+    """Two of three are down as a worker begins: one server alone decides nothing."""
+    *others, last = cluster.servers
+    tries = 0
+
+    async def declare() -> None:
+        nonlocal tries
+        tries += 1
+        await ensure_consumer(lonely, prefill_consumer(unique))
+
+    async with Bus.connect(BrokerSettings(url=last.url, request_timeout_s=0.5), "worker") as lonely:
+        for server in others:
+            await server.kill()
+        declaring = asyncio.create_task(when_ready(lonely, declare))
+        await until(lambda: tries == 3)
+        for server in others:
+            await server.start()
+        await declaring
+        assert unique in await durables(bus, PREFILL.name)
