@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 from fleet import Fleet
 from test_dead_workers import all_greeted, registry_of
 
+from jetwake.pipeline import cards, registry
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import BrokerSettings
 from jetwake.pipeline.topology import subject_counts
@@ -23,6 +25,12 @@ def patient(broker: BrokerSettings) -> BrokerSettings:
 
 def prompt_of(number: int, length: int = 60) -> list[int]:
     return [number % 240, number // 240 % 240, *(i % 240 for i in range(length - 2))]
+
+
+def cards_live_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a fleet that is all in this process, which may get no turn for seconds: no worker is dead because of that."""
+    monkeypatch.setattr(cards, "CARD_TTL_S", 60)
+    monkeypatch.setattr(registry, "CARD_TTL_S", 60)
 
 
 async def until(fact: Callable[[], bool]) -> None:

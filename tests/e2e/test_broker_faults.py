@@ -1,6 +1,7 @@
 """The broker's own faults, on a real one: restarts, a lost store, what an operator deletes, full streams, partitions, slow readers."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -248,6 +249,7 @@ async def test_what_a_partitioned_worker_had_is_answered_once_and_its_late_words
 
 async def test_a_router_that_loses_the_broker_amid_a_takeover_goes_on(own_server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
     """A hundred jobs wait for a worker that died; the router that moves them is cut off when it has begun to."""
+    caplog.set_level(logging.WARNING)  # whatever libraries set in this process before
     async with (
         Link("router", own_server.port) as link,
         fleet_of(own_server.url, aggregated=1, slots=1) as (fleet, client),

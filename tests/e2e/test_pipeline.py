@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from fleet import Fleet, fleet_of
+from operations import cards_live_long
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
 from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.pipeline import cards, registry
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.jetstream import stored_messages
 from jetwake.pipeline.publish import Publisher
@@ -92,9 +92,7 @@ async def test_disaggregated_equals_aggregated(pair: Pair, own_server: NatsServe
 
 
 async def test_two_thousand_requests_over_six_workers_finish_once_each(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one process, which may get no turn for seconds on a busy machine: no worker is dead because of that, or requests would move."""
-    monkeypatch.setattr(cards, "CARD_TTL_S", 60)
-    monkeypatch.setattr(registry, "CARD_TTL_S", 60)
+    cards_live_long(monkeypatch)  # or some would move
     async with fleet_of(own_server.url, prefill=3, decode=3, slots=64) as (fleet, client):
         terminals: list[str] = []
         verified_before = total(fleet, "blocks_verified")

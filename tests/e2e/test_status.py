@@ -1,6 +1,7 @@
 """What `jetwake status` and the logs say of a system that is not well: who has no peer, which queue stands, and who routes."""
 
 import asyncio
+import logging
 
 import pytest
 from fleet import fleet_of
@@ -22,6 +23,7 @@ async def test_a_worker_without_a_compatible_peer_a_queue_that_stands_and_the_ro
     own_server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The queue stands because its consumer is paused, and goes on when that is over."""
+    caplog.set_level(logging.WARNING)  # whatever libraries set in this process before
     monkeypatch.setattr(peers, "ALONE_AFTER_S", 0.5)
     monkeypatch.setattr(standing_queues, "LOOK_EVERY_S", 0.5)
     async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client), Bus.connect(patient(fleet.broker), "operator") as bus:

@@ -17,6 +17,7 @@ from fleet import Fleet, fleet_of
 from gateway_system import gateway_of
 from openai import AsyncOpenAI
 from openai.types import Batch
+from operations import cards_live_long
 
 from jetwake.deploy.demo_model import fetch
 from jetwake.deploy.nats_server import NatsServer
@@ -281,8 +282,10 @@ async def start_gateway(server: NatsServer, folder: Path, name: str) -> GatewayP
     return GatewayProcess(process, json.loads(ready.read_text())["url"])
 
 
-async def test_a_killed_gateway_leaves_a_batch_that_the_next_one_ends(tmp_path: Path) -> None:
+@pytest.mark.timeout(500)
+async def test_a_killed_gateway_leaves_a_batch_that_the_next_one_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at half of 1,000 lines; temperature above 0 and no seed, so that a line that ran twice would show."""
+    cards_live_long(monkeypatch)  # two gateways start meanwhile, each for as long as a card lives and more
     tokenizer = await asyncio.to_thread(fetch, "tiny")
     prefixes = [f"document {number}: " + f"word{number} " * 100 for number in range(20)]
     lines = [a_line(f"id-{number}", prefixes[number % 20] + str(number), temperature=1) for number in range(1000)]

@@ -161,4 +161,4 @@ async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(
         for server in others:
             await server.start()
         await declaring
-        assert unique in await durables(bus, PREFILL.name)
+        assert unique in await when_ready(bus, lambda: durables(bus, PREFILL.name))
