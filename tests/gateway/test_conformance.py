@@ -13,6 +13,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import psutil
 import pytest
 from stream_checker import Checked, check_chat, check_completion, events_in
 
@@ -53,6 +54,13 @@ class Api:
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
     http: httpx.AsyncClient
+    environment: dict[str, str]
+    up: asyncio.subprocess.Process
+
+    def worker(self, name: str) -> psutil.Process:
+        """The process of the worker of this name, as it runs now."""
+        [found] = [child for child in psutil.Process(self.up.pid).children() if name in child.cmdline()]
+        return found
 
     async def checked_chat(self, choices: int = 1, usage: bool = False, **fields: Any) -> Checked:
         return check_chat(await self._stream("chat/completions", fields), choices, usage)
@@ -71,12 +79,13 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
     folder = tmp_path_factory.mktemp("up")
     template = folder / "template.jinja"
     template.write_text(CHAT_TEMPLATE)
+    environment = {**os.environ, "JETWAKE_STATE_DIR": str(folder)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jetwake.deploy.cli", "up", "--model", MODEL, "--port", "0", "--store", str(folder / "store"),
         "--engine-option", "max_model_len=2048", "--engine-option", "num_gpu_blocks_override=512",
         "--engine-option", 'structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": true}',
         "--", "--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-        env={**os.environ, "JETWAKE_STATE_DIR": str(folder)}, stdout=asyncio.subprocess.PIPE,
+        env=environment, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     try:
@@ -89,6 +98,8 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
                 openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300),
                 anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=300),
                 http,
+                environment,
+                process,
             )
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
@@ -338,3 +349,59 @@ async def test_messages_with_a_tool(api: Api) -> None:
     messages += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "sunny"} for use in uses]}]
     last = await api.anthropic.messages.create(model=MODEL, messages=messages, tools=[tool], max_tokens=8)
     assert last.content
+
+
+# ----------------------------------------------------------------------------------------------------- workers that come and go
+
+
+async def test_a_json_answer_goes_on_when_its_decode_worker_was_killed(api: Api) -> None:
+    """On the one that takes its place: the grammar stands where it stood, and the text is the undisturbed one."""
+    things = {"type": "array", "items": {"type": "string", "enum": ["red", "green"]}, "minItems": 80, "maxItems": 80}
+    schema = {"type": "object", "properties": {"things": things}, "required": ["things"], "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 1000, "temperature": 0, "response_format": response_format}
+    undisturbed = (await api.openai.chat.completions.create(**options)).choices[0].message.content or ""
+    worker, text = api.worker("decode-1"), ""
+    async for chunk in await api.openai.chat.completions.create(**options, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if text.count("e") > 10 and worker.is_running():
+            worker.kill()
+            await asyncio.to_thread(worker.wait)
+    assert not worker.is_running()
+    assert text == undisturbed
+    assert len(json.loads(text)["things"]) == 80
+
+
+async def test_nobody_sees_that_the_workers_drain_under_load(api: Api) -> None:
+    """There is one of each, so requests wait for the next."""
+    expected = [await answer_to(api, number) for number in range(4)]
+    answers: list[tuple[int, str]] = []
+    is_over = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        while not is_over.is_set():
+            answers.append((number, await answer_to(api, number)))
+
+    async def drain(name: str) -> None:
+        before = api.worker(name)
+        command = [sys.executable, "-m", "jetwake.deploy.cli", "drain", name]
+        assert await (await asyncio.create_subprocess_exec(*command, env=api.environment)).wait() == 0
+        await asyncio.to_thread(before.wait, 60)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(4):
+            tasks.create_task(ask(number))
+        while len(answers) < 8:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(drain("decode-1"), drain("prefill-1"))
+        had = len(answers)
+        while len(answers) < had + 8:
+            await asyncio.sleep(0.05)
+        is_over.set()
+    assert all(answer == expected[number] for number, answer in answers)
+
+
+async def answer_to(api: Api, number: int) -> str:
+    said: Any = [{"role": "user", "content": f"Tell me about the river of number {number}."}]
+    done = await api.openai.chat.completions.create(model=MODEL, messages=said, max_tokens=60, temperature=0)
+    return done.choices[0].message.content or ""
