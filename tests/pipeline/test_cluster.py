@@ -153,7 +153,7 @@ async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(
         tries += 1
         await ensure_consumer(lonely, prefill_consumer(unique))
 
-    async with Bus.connect(BrokerSettings(url=last.url, request_timeout_s=0.5), "worker") as lonely:
+    async with Bus.connect(BrokerSettings(url=last.url, request_timeout_s=0.5, election_grace_s=0.5), "worker") as lonely:
         for server in others:
             await server.kill()
         declaring = asyncio.create_task(when_ready(lonely, declare))
