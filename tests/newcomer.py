@@ -20,7 +20,7 @@ from typing import IO
 
 COMMAND = re.compile(r"^    ((?:make|jetwake|\.venv/bin/jetwake|curl|\.) .*)$")
 INLINE = re.compile(r"`(jetwake (?:batch run|doctor|top)[^`]*)`")
-UP_READY_S = 300
+UP_READY_S = 600
 GLANCE_S = 8
 """How long a command that goes on until it is stopped is looked at."""
 ENDLESS = ("jetwake top", "jetwake dashboard")
