@@ -4,6 +4,7 @@ Built from worker cards, load reports and the ledger of what was routed and is n
 view is; `Fleet` keeps it, so that a decision costs what changed since the last one and not the size of the fleet.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -23,6 +24,8 @@ class Candidate:
 
     `queued_*`: routed to it and not yet taken by it. `prefill_left_s`: what the worker expected of the prefills in its hands at
     `told_s`. `free_blocks` are KV blocks that neither are in use nor wanted by a job there: below 0 when more are wanted than there are.
+
+    `sent_s`: when the last job was sent there.
 
     `is_far`: no decode worker of its topology domain has room, and one of another has.
 
@@ -44,6 +47,7 @@ class Candidate:
     free_blocks: int = 0
     timing: PrefillTiming = DEFAULT_TIMING
     is_far: bool = False
+    sent_s: float = -math.inf
     load: int = field(init=False)
     prefill_base_s: float = field(init=False)
     prefill_per_token_s: float = field(init=False)
@@ -63,15 +67,14 @@ class Candidate:
     def prefill_s(self, query: "Asked") -> float:
         return self.prefill_base_s + self.prefill_per_token_s * (query.prompt_length_tokens - query.cached_tokens(self.lane))
 
-    def and_one(self, query: "Asked") -> "Candidate":
+    def and_one(self, query: "Asked", now_s: float) -> "Candidate":
         """With one more request queued."""
+        return replace(self.promised(query), queued_work_s=self.queued_work_s + self.prefill_s(query), sent_s=now_s)
+
+    def promised(self, query: "Asked") -> "Candidate":
+        """With one more request that will have its room, after all others that are still to come."""
         new_blocks = block_count(query.prompt_length_tokens - query.cached_tokens(self.lane), query.block_size_tokens)
-        return replace(
-            self,
-            queued_requests=self.queued_requests + 1,
-            queued_work_s=self.queued_work_s + self.prefill_s(query),
-            free_blocks=self.free_blocks - new_blocks,
-        )
+        return replace(self, queued_requests=self.queued_requests + 1, free_blocks=self.free_blocks - new_blocks)
 
 
 class Asked(Protocol):
@@ -144,6 +147,7 @@ def _candidate(card: WorkerCard, load: WorkerLoad | None, ledger: LaneLedger, ti
         free_slots=load.free_slots if load else card.capacity_slots,
         timing=timing,
         is_far=far,
+        sent_s=ledger.booked_s(lane),
     )
 
 

@@ -4,6 +4,7 @@ Pure. Entries are made before a job is published (decisions made meanwhile must 
 says that it has fetched that far: the queue's own sequence numbers keep this exact, whichever reports or decisions go missing.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,14 +22,16 @@ class Booking:
 
 @dataclass
 class _Queue:
-    """`work_s` is the sum over `bookings`, added up anew whenever some leave, so that it never drifts."""
+    """`work_s` is the sum over `bookings`, added up anew whenever some leave, so that it never drifts. `booked_s`: when the last came."""
 
     bookings: deque[Booking] = field(default_factory=deque[Booking])
     work_s: float = 0.0
+    booked_s: float = -math.inf
 
-    def add(self, booking: Booking) -> None:
+    def add(self, booking: Booking, now_s: float) -> None:
         self.bookings.append(booking)
         self.work_s += booking.work_s
+        self.booked_s = now_s
 
     def keep(self, bookings: Iterable[Booking]) -> None:
         self.bookings = deque(bookings)
@@ -46,9 +49,10 @@ class LaneLedger:
         self._fetched: dict[str, int] = {}
         self.changed: set[str] = set()
 
-    def book(self, request_id: str, lane: str, work_s: float) -> Booking:
+    def book(self, request_id: str, lane: str, work_s: float, now_s: float = 0.0) -> Booking:
+        """`now_s`: on the clock that decisions are made by."""
         booking = Booking(request_id, lane, work_s)
-        self._queued.setdefault(lane, _Queue()).add(booking)
+        self._queued.setdefault(lane, _Queue()).add(booking, now_s)
         self.changed.add(lane)
         return booking
 
@@ -78,6 +82,10 @@ class LaneLedger:
 
     def queued_work_s(self, lane: str) -> float:
         return self._queued.get(lane, NOTHING_QUEUED).work_s
+
+    def booked_s(self, lane: str) -> float:
+        """When the last job for this lane was booked, taken or not."""
+        return self._queued.get(lane, NOTHING_QUEUED).booked_s
 
     def forget(self, lane: str) -> None:
         self._queued.pop(lane, None)

@@ -105,6 +105,9 @@ class PowerOfTwo:
         return Decision(chosen.lane, f"power of two: {chosen.load} in work, of {len(drawn)} drawn", scores)
 
 
+NOTHING: Mapping[str, float] = {}
+
+
 @dataclass(frozen=True)
 class KvAwareKnobs:
     """Times in seconds. `overlap_weight`: what a cached token is worth (0: ignore caches, 1: what it saves). `load_weight`: what a second of queued
@@ -152,28 +155,32 @@ class KvAware:
         self._turn = seed
 
     def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
-        candidates = self._that_may(candidates, query) or candidates
-        scores = self._expected_s(candidates, query, now_s)
-        chosen = self._pick(candidates, scores)
+        candidates = self.that_may(candidates, query)
+        scores = self.expected_s(candidates, query, now_s)
+        chosen = self.pick(candidates, scores)
         reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query, now_s)}"
         return Decision(chosen.lane, reason, scores)
 
-    def ready_s(self, candidate: Candidate, query: Query, waiting_per_worker: float, now_s: float) -> float:
-        """When it should be sent this job: a little before the last prefill there ends, but not while another waits for that too.
+    def ready_s(self, candidate: Candidate, query: Query, behind: int, now_s: float) -> float:
+        """When it should be sent this job: a little before the last prefill there ends, but not while another waits for that too,
+        and not before that prefill has begun: they would be computed together, and both end when the longer does.
 
-        Short prompts are sent together. Each saves a step's own time for all that wait, and costs only its own tokens' time.
+        Short prompts are sent together. Each saves a step's own time for itself and those `behind` it, and costs only its own tokens' time.
         """
-        return self.ready_for_s(candidate, candidate.prefill_s(query), waiting_per_worker, now_s)
+        return self.ready_for_s(candidate, candidate.prefill_s(query), behind, now_s)
 
-    def ready_for_s(self, candidate: Candidate, prefill_s: float, waiting_per_worker: float, now_s: float) -> float:
+    def ready_for_s(self, candidate: Candidate, prefill_s: float, behind: int, now_s: float) -> float:
         """As `ready_s`, for a job that takes so long there."""
-        free_s = now_s + candidate.work_s(now_s)
-        if candidate.queued_requests + candidate.running_prefills <= 1:
-            free_s -= self.knobs.lead * candidate.prefill_base_s
-        saved_s = candidate.prefill_base_s * waiting_per_worker
-        return free_s - saved_s if prefill_s <= 2 * candidate.prefill_base_s + saved_s else free_s
+        free_s, base_s = now_s + candidate.work_s(now_s), candidate.prefill_base_s
+        in_hand = candidate.queued_requests + candidate.running_prefills
+        if in_hand <= 1:
+            free_s -= self.knobs.lead * base_s
+        if in_hand == 1:
+            free_s = max(free_s, candidate.sent_s + BEGINS * base_s)
+        saved_s = base_s * behind
+        return free_s - saved_s if prefill_s <= 2 * base_s + saved_s else free_s
 
-    def _expected_s(self, candidates: Sequence[Candidate], query: Query, now_s: float) -> dict[str, float]:
+    def expected_s(self, candidates: Sequence[Candidate], query: Query, now_s: float) -> dict[str, float]:
         """By lane. One loop without calls: it runs once for every worker in every decision."""
         knobs, prompt_tokens, cached = self.knobs, query.prompt_length_tokens, query.cached_tokens_by_lane.get
         overlap_weight, load_weight, session_lane = knobs.overlap_weight, knobs.load_weight, query.session_lane
@@ -202,18 +209,23 @@ class KvAware:
             scores[lane] = expected_s
         return scores
 
-    def _that_may(self, candidates: Sequence[Candidate], query: Query) -> list[Candidate]:
-        """Decode workers may have only prompts of which little is left to compute."""
+    def that_may(self, candidates: Sequence[Candidate], query: Query) -> Sequence[Candidate]:
+        """Decode workers may have only prompts of which little is left to compute, or all when there are no others."""
         enough, cached = query.prompt_length_tokens - self.knobs.direct_max_new_tokens, query.cached_tokens_by_lane.get
-        return [candidate for candidate in candidates if candidate.role != "decode" or cached(candidate.lane, 0) >= enough]
+        return [candidate for candidate in candidates if candidate.role != "decode" or cached(candidate.lane, 0) >= enough] or candidates
 
-    def _pick(self, candidates: Sequence[Candidate], scores: Mapping[str, float]) -> Candidate:
+    def pick(self, candidates: Sequence[Candidate], scores: Mapping[str, float], ends_s: Mapping[str, float] = NOTHING) -> Candidate:
+        """`ends_s`: when each would have computed all that goes there, where that is not the score."""
         best = min(scores.values())
         if self.knobs.temperature_s > 0.0:
             weights = [math.exp((best - scores[candidate.lane]) / self.knobs.temperature_s) for candidate in candidates]
             return self._random.choices(candidates, weights)[0]
         limit = best * (1 + TIE)
         close = [candidate for candidate in candidates if scores[candidate.lane] <= limit]
+        if ends_s and len(close) > 1:
+            ends = [ends_s.get(candidate.lane, scores[candidate.lane]) for candidate in close]
+            limit = min(ends) * (1 + TIE)
+            close = [candidate for candidate, end_s in zip(close, ends, strict=True) if end_s <= limit]
         least = min(candidate.load for candidate in close)
         equals = [candidate for candidate in close if candidate.load == least]
         self._turn += 1
@@ -230,6 +242,9 @@ def describe(candidate: Candidate, query: Query, now_s: float = 0.0) -> str:
 
 TIE = 0.02
 """Expected times closer than this are equal: the timing model is no better."""
+
+BEGINS = 0.75
+"""A prefill has begun so many times of its worker's `base` after it was sent: it waits for a decode step at most, which is a part of that."""
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv_aware": KvAware,

@@ -259,7 +259,7 @@ class Router:
     def _book(self, case: Case, decision: Decision) -> Booking:
         lane = decision.lane
         chosen = next(candidate for candidate in case.choice if candidate.lane == lane)
-        booking = self._ledger.book(case.request.request_id, lane, chosen.prefill_s(case.query))
+        booking = self._ledger.book(case.request.request_id, lane, chosen.prefill_s(case.query), time.monotonic())
         self._index.predict(lane, case.hashes, time.monotonic())
         return booking
 
@@ -370,8 +370,9 @@ class Router:
             log.warning("another router's decision that cannot be read: %s", error)
             return
         if routed.lane in self._living_lanes():
-            self._ledger.stored(self._ledger.book(routed.request_id, routed.lane, routed.work_s), routed.sequence)
-            self._index.predict(routed.lane, hashes, time.monotonic())
+            now_s = time.monotonic()
+            self._ledger.stored(self._ledger.book(routed.request_id, routed.lane, routed.work_s, now_s), routed.sequence)
+            self._index.predict(routed.lane, hashes, now_s)
 
     def _living_lanes(self) -> set[str]:
         return {card.lane for card in self._registry.workers.values()}

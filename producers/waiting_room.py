@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from ..schemas.errors import NoWorker
 from ..schemas.requests import InferenceRequest
+from .assignment import Waiting
 from .fleet import Candidate
-from .holding import Waiting, nobody_before_s, plan
+from .holding import nobody_before_s, plan
 from .lane_ledger import Booking
 from .policies import Decision, KvAware, Query
 from .prefix_index import PrefixIndex

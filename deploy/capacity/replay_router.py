@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...consumers.block_pool import PoolEvents, Removed, Stored
+from ...producers.assignment import Waiting
 from ...producers.fleet import Fleet
-from ...producers.holding import Waiting, plan
+from ...producers.holding import plan
 from ...producers.lane_ledger import LaneLedger
 from ...producers.policies import Decision, KvAware, Query, make_policy
 from ...producers.prefix_index import PrefixIndex
@@ -80,7 +81,7 @@ class ReplayRouter:
         candidates = self._fleet.candidates(MODEL, self._cards)
         lane = (decision or self._policy.choose(candidates, query, now_s)).lane
         chosen = next(candidate for candidate in candidates if candidate.lane == lane)
-        booking = self._ledger.book(query.request_id, lane, chosen.prefill_s(query))
+        booking = self._ledger.book(query.request_id, lane, chosen.prefill_s(query), now_s)
         del self._requests[one.number]
         if one.session:
             self._session_lanes[one.session] = lane

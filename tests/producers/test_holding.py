@@ -1,13 +1,18 @@
 """Which requests the router sends, which it keeps, and in what order; and what a worker tells of its prefills."""
 
 import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, product
 
 import pytest
 
 from jetwake.consumers.prefill_backlog import PrefillBacklog
+from jetwake.producers.assignment import Waiting, assign
 from jetwake.producers.fleet import Candidate
-from jetwake.producers.holding import Plan, Waiting, plan
-from jetwake.producers.policies import KvAware, KvAwareKnobs, Query
+from jetwake.producers.holding import Plan, plan
+from jetwake.producers.policies import BEGINS, KvAware, KvAwareKnobs, Query
 from jetwake.schemas.workers import PrefillTiming
 
 TIMING = PrefillTiming(base_s=0.02, per_token_s=0.001)
@@ -66,19 +71,57 @@ def test_it_waits_for_the_cache_only_where_that_is_sooner() -> None:
     assert sent(plan_of([waits("a", 1000, x=50)], [worker("x", left_s=1.0, prefills=1), worker("y")])) == [("a", "y")]
 
 
-def test_who_loses_most_chooses_first() -> None:
+def test_who_loses_most_gets_its_worker_whoever_came_first() -> None:
     """Both workers are free. The one that came first would be as well off on y, and would take x by turn."""
     for turn in range(2):
-        policy = KvAware(turn)
-        made = plan(policy, [waits("cold", 1000), waits("warm", 1000, x=50)], [worker("x"), worker("y")], NOW_S)
-        assert sent(made) == [("warm", "x"), ("cold", "y")]
+        made = plan(KvAware(turn), [waits("cold", 1000), waits("warm", 1000, x=50)], [worker("x"), worker("y")], NOW_S)
+        assert sorted(sent(made)) == [("cold", "y"), ("warm", "x")]
 
 
-def test_of_those_without_a_cache_the_long_go_first_unless_many_wait() -> None:
-    few = [waits("short", 200), waits("long", 900)]
-    assert sent(plan_of(few, [worker("x")]))[0][0] == "long"
-    assert sent(plan_of([*few, waits("middle", 500)], [worker("x")]))[0][0] == "short"
-    assert sent(plan_of([*few, waits("old", 900, since_s=NOW_S - 1.0)], [worker("x")]))[0][0] == "old"
+def test_the_shortest_goes_first_less_what_it_has_waited() -> None:
+    few = [waits("long", 900), waits("short", 200)]
+    assert sent(plan_of(few, [worker("x")])) == [("short", "x")]
+    assert sent(plan_of([*few, waits("old", 900, since_s=NOW_S - 1.0)], [worker("x")])) == [("old", "x")]
+
+
+def test_long_prompts_do_not_meet_on_one_worker() -> None:
+    made = plan_of([waits(name, tokens) for name, tokens in (("a", 200), ("b", 210), ("c", 900), ("d", 910))], [worker("x"), worker("y")])
+    assert sorted(name for name, _ in sent(made)) == ["a", "b"]
+    assert {lane for _, lane in sent(made)} == {"x", "y"}
+    turns = assign(
+        KvAware(), [waits(name, tokens) for name, tokens in (("a", 200), ("c", 900), ("d", 910))], [worker("x"), worker("y")], NOW_S
+    )
+    assert sorted(turn.order[-1][0].query.request_id for turn in turns) == ["c", "d"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_workers_that_are_alike_and_free_give_the_least_sum_of_waiting_there_is(seed: int) -> None:
+    dice = random.Random(seed)
+    workers = [worker(lane) for lane in "xyz"[: dice.choice((2, 3))]]
+    waiting = [waits(f"r{number}", int(10 ** dice.uniform(1.5, 3.3))) for number in range(dice.randint(2, 6))]
+    prefills_s = [workers[0].prefill_s(one.query) for one in waiting]
+
+    def total_s(lanes: Sequence[Sequence[float]]) -> float:
+        return sum(sum(accumulate(sorted(lane))) for lane in lanes)
+
+    made = assign(KvAware(seed), waiting, workers, NOW_S)
+    got = total_s([[turns.candidate.prefill_s(one.query) for one, _ in turns.order] for turns in made])
+    every = product(range(len(workers)), repeat=len(waiting))
+    least = min(
+        total_s([[p for p, lane in zip(prefills_s, lanes, strict=True) if lane == place] for place in range(len(workers))])
+        for lanes in every
+    )
+    assert sum(len(turns.order) for turns in made) == len(waiting)
+    assert got == pytest.approx(least)
+
+
+def test_a_job_is_not_sent_beside_one_that_has_not_begun() -> None:
+    """The prefill there takes 25 ms and was sent just now: sent at once, the next would be computed in the same step."""
+    busy = replace(worker("x", left_s=0.025, prefills=1), sent_s=NOW_S)
+    made = plan_of([waits("a", 500)], [busy], lead=2.0)
+    assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + BEGINS * 0.02))
+    assert sent(plan_of([waits("a", 500)], [replace(busy, sent_s=NOW_S - 0.02)], lead=2.0)) == [("a", "x")]
+    assert sent(plan_of([waits("a", 10), waits("b", 500)], [worker("x")], lead=2.0)) == [("a", "x")]
 
 
 def test_short_prompts_are_sent_together_when_many_wait() -> None:
