@@ -7,8 +7,8 @@ where caches make them unlike, each request is then placed once more, now that a
 computed soonest: long prompts do not meet on one worker.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .fleet import Candidate
@@ -27,62 +27,54 @@ class Waiting:
     except_workers: Sequence[str] = ()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Placed:
-    """`key`: the least goes first."""
+    """`key`: the least goes first. `least_s`: what it would cost where it cost least, if it were alone there."""
 
     key: float
     prefill_s: float
     one: Waiting
-    decision: Decision
+    costs_s: Mapping[str, float]
+    least_s: float
 
 
 @dataclass(slots=True)
 class Turns:
-    """What one worker should be sent, in this order. `candidate`: as it is now."""
+    """What one worker should be sent, in this order. `candidate`: as it is now; `work_s`: of all of them."""
 
     candidate: Candidate
     placed: list[_Placed] = field(default_factory=list[_Placed])
+    work_s: float = 0.0
 
     @property
-    def order(self) -> list[tuple[Waiting, Decision]]:
-        return [(placed.one, placed.decision) for placed in self.placed]
-
-    def position(self, key: float) -> int:
-        return bisect_left(self.placed, key, key=lambda placed: placed.key)
-
-    def all_s(self) -> float:
-        return sum(placed.prefill_s for placed in self.placed)
+    def order(self) -> list[Waiting]:
+        return [placed.one for placed in self.placed]
 
     def extra_s(self, key: float, prefill_s: float) -> float:
         """What one more prefill there waits for those before it, and makes those after it wait."""
-        position = self.position(key)
-        return sum(placed.prefill_s for placed in self.placed[:position]) + prefill_s * (len(self.placed) - position)
-
-    def promised(self) -> Candidate:
-        """With room for all of them."""
-        candidate = self.candidate
+        extra_s = 0.0
         for placed in self.placed:
-            candidate = candidate.promised(placed.one.query)
-        return candidate
+            extra_s += placed.prefill_s if placed.key < key else prefill_s
+        return extra_s
+
+    def decision(self, place: int, of: int, now_s: float) -> Decision:
+        placed, lane = self.placed[place], self.candidate.lane
+        why = "soonest first token" if of == 1 else f"least waiting for all {of} together"
+        words = describe(self.candidate, placed.one.query, now_s)
+        return Decision(lane, f"{why}, in {placed.costs_s[lane] * 1e3:.0f} ms: {words}", placed.costs_s)
 
 
 def assign(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> list[Turns]:
     """Only of workers that should be sent something. `candidates`, which is never empty, must count all that was sent before."""
-    if len(waiting) == 1:
-        [one] = waiting
-        decision = policy.choose(_choice(one, candidates), one.query, now_s)
-        chosen = next(candidate for candidate in candidates if candidate.lane == decision.lane)
-        return [Turns(chosen, [_Placed(0.0, 0.0, one, decision)])]
     places = _Places(policy, candidates, now_s)
-    shortest_s = {id(one): min(candidate.prefill_s(one.query) for candidate in candidates) for one in waiting}
-    in_order = sorted(waiting, key=lambda one: (now_s - one.since_s - shortest_s[id(one)], one.since_s))
-    for one in in_order:
-        places.add(one, len(waiting))
-    if len(waiting) <= PLACED_AGAIN:
-        for one in in_order:
-            places.remove(one)
-            places.add(one, len(waiting))
+    if len(waiting) > 1:
+        shortest_s = {id(one): min(candidate.prefill_s(one.query) for candidate in candidates) for one in waiting}
+        waiting = sorted(waiting, key=lambda one: (now_s - one.since_s - shortest_s[id(one)], one.since_s))
+    for one in waiting:
+        places.add(one)
+    if 1 < len(waiting) <= PLACED_AGAIN:
+        for one in waiting:
+            places.move(one)
     return list(places.turns.values())
 
 
@@ -97,31 +89,41 @@ class _Places:
         self._lane_of: dict[int, str] = {}
         self.turns: dict[str, Turns] = {}
 
-    def remove(self, one: Waiting) -> None:
-        lane = self._lane_of.pop(id(one))
-        turns = self.turns[lane]
-        turns.placed = [placed for placed in turns.placed if placed.one is not one]
-        self._promised[lane] = turns.promised()
-        if not turns.placed:
-            del self.turns[lane]
-
-    def add(self, one: Waiting, of: int) -> None:
-        query, waited_s, known = one.query, self._now_s - one.since_s, self._promised
-        choice = self._policy.that_may(_choice(one, list(known.values())), query)
+    def add(self, one: Waiting) -> None:
+        query, waited_s, promised = one.query, self._now_s - one.since_s, self._promised
+        choice = self._policy.that_may(_choice(one, list(promised.values())), query)
         costs_s, ends_s = self._policy.expected_s(choice, query, self._now_s), dict[str, float]()
+        least_s = min(costs_s.values())
         for lane, turns in self.turns.items():
             if lane in costs_s:
-                prefill_s = known[lane].prefill_s(query)
-                ends_s[lane] = costs_s[lane] + turns.all_s()
+                prefill_s = promised[lane].prefill_s(query)
+                ends_s[lane] = costs_s[lane] + turns.work_s
                 costs_s[lane] += turns.extra_s(prefill_s - waited_s, prefill_s)
         chosen = self._policy.pick(choice, costs_s, ends_s)
         lane, prefill_s = chosen.lane, chosen.prefill_s(query)
-        reason = f"least waiting for all {of} together, {costs_s[lane] * 1e3:.0f} ms for this: {describe(chosen, query, self._now_s)}"
         turns = self.turns.get(lane) or self.turns.setdefault(lane, Turns(self._candidates[lane]))
-        placed = _Placed(prefill_s - waited_s, prefill_s, one, Decision(lane, reason, costs_s))
-        turns.placed.insert(turns.position(placed.key), placed)
+        insort(turns.placed, _Placed(prefill_s - waited_s, prefill_s, one, costs_s, least_s), key=_key)
+        turns.work_s += prefill_s
         self._lane_of[id(one)] = lane
-        self._promised[lane] = chosen.promised(query)
+        promised[lane] = chosen.promised(query)
+
+    def move(self, one: Waiting) -> None:
+        """To where it costs least now, unless it is alone where nothing is better."""
+        lane = self._lane_of[id(one)]
+        turns = self.turns[lane]
+        [placed] = (placed for placed in turns.placed if placed.one is one)
+        if len(turns.placed) == 1 and placed.costs_s[lane] <= placed.least_s:
+            return
+        turns.placed.remove(placed)
+        turns.work_s -= placed.prefill_s
+        if not turns.placed:
+            del self.turns[lane]
+        self._promised[lane] = self._promised[lane].promised(one.query, taken_back=True)
+        self.add(one)
+
+
+def _key(placed: _Placed) -> float:
+    return placed.key
 
 
 def _choice(one: Waiting, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -71,10 +71,11 @@ class Candidate:
         """With one more request queued."""
         return replace(self.promised(query), queued_work_s=self.queued_work_s + self.prefill_s(query), sent_s=now_s)
 
-    def promised(self, query: "Asked") -> "Candidate":
-        """With one more request that will have its room, after all others that are still to come."""
+    def promised(self, query: "Asked", *, taken_back: bool = False) -> "Candidate":
+        """With one more request that will have its room, after all others that are still to come; or with that taken back."""
+        sign = -1 if taken_back else 1
         new_blocks = block_count(query.prompt_length_tokens - query.cached_tokens(self.lane), query.block_size_tokens)
-        return replace(self, queued_requests=self.queued_requests + 1, free_blocks=self.free_blocks - new_blocks)
+        return replace(self, queued_requests=self.queued_requests + sign, free_blocks=self.free_blocks - sign * new_blocks)
 
 
 class Asked(Protocol):

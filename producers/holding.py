@@ -30,11 +30,11 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
     made = Plan()
     for turns in assign(policy, waiting, candidates, now_s):
         candidate, is_open = turns.candidate, True
-        for place, (one, decision) in enumerate(turns.order):
+        for place, one in enumerate(turns.order):
             must_s = one.since_s + policy.knobs.hold_s
-            ready_s = policy.ready_s(candidate, one.query, len(turns.order) - place - 1, now_s) if is_open else math.inf
+            ready_s = policy.ready_s(candidate, one.query, len(turns.placed) - place - 1, now_s) if is_open else math.inf
             if ready_s <= now_s or must_s <= now_s:
-                made.sends.append((one, decision))
+                made.sends.append((one, turns.decision(place, len(waiting), now_s)))
                 candidate = candidate.and_one(one.query, now_s)
             else:
                 is_open = False
@@ -43,11 +43,16 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
 
 
 def nobody_before_s(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> float:
-    """Until then none of them goes, whoever is placed where. `waiting` is never empty."""
+    """Until then none of them goes: to find that out takes far less than a plan. `waiting` is never empty.
+
+    Taken for granted is that no worker gets more than twice its share of them. Where one does, short prompts that could have
+    been sent there together are sent a little later.
+    """
     prompts = [(one.query.prompt_length_tokens, one.query.cached_tokens_by_lane) for one in waiting]
     until_s = min(one.since_s for one in waiting) + policy.knobs.hold_s
+    most_behind = min(len(waiting) - 1, 2 * len(waiting) // len(candidates))
     for one in candidates:
         least_tokens = min(tokens - cached.get(one.lane, 0) for tokens, cached in prompts)
         shortest_s = one.prefill_base_s + one.prefill_per_token_s * least_tokens
-        until_s = min(until_s, policy.ready_for_s(one, shortest_s, len(waiting) - 1, now_s))
+        until_s = min(until_s, policy.ready_for_s(one, shortest_s, most_behind, now_s))
     return until_s

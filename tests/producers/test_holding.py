@@ -91,7 +91,7 @@ def test_long_prompts_do_not_meet_on_one_worker() -> None:
     turns = assign(
         KvAware(), [waits(name, tokens) for name, tokens in (("a", 200), ("c", 900), ("d", 910))], [worker("x"), worker("y")], NOW_S
     )
-    assert sorted(turn.order[-1][0].query.request_id for turn in turns) == ["c", "d"]
+    assert sorted(turn.order[-1].query.request_id for turn in turns) == ["c", "d"]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,7 +105,7 @@ def test_workers_that_are_alike_and_free_give_the_least_sum_of_waiting_there_is(
         return sum(sum(accumulate(sorted(lane))) for lane in lanes)
 
     made = assign(KvAware(seed), waiting, workers, NOW_S)
-    got = total_s([[turns.candidate.prefill_s(one.query) for one, _ in turns.order] for turns in made])
+    got = total_s([[turns.candidate.prefill_s(one.query) for one in turns.order] for turns in made])
     every = product(range(len(workers)), repeat=len(waiting))
     least = min(
         total_s([[p for p, lane in zip(prefills_s, lanes, strict=True) if lane == place] for place in range(len(workers))])
