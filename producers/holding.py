@@ -35,6 +35,7 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
             ready_s = policy.ready_s(candidate, one.query, len(turns.placed) - place - 1, now_s) if is_open else math.inf
             if ready_s <= now_s or must_s <= now_s:
                 made.sends.append((one, turns.decision(place, len(waiting), now_s)))
+                policy.given(candidate, one.query)
                 candidate = candidate.and_one(one.query, now_s)
             else:
                 is_open = False

@@ -146,13 +146,14 @@ class KvAwareKnobs:
 class KvAware:
     """The lowest expected time to the first token: the work queued there, then the prefill of what is not cached there.
 
-    Ties go to the less loaded worker, then in turn, so that workers that are all idle and all cold share.
+    Ties go to the less loaded worker, then to the one that was given the fewest tokens to compute so far: what is computed there is
+    cached there, and where caches fill alike, nothing is pushed out of one while another has room.
     """
 
     def __init__(self, seed: int = 0, knobs: KvAwareKnobs | None = None) -> None:
         self.knobs = knobs or KvAwareKnobs()
         self._random = random.Random(seed)
-        self._turn = seed
+        self._given_tokens: dict[str, int] = {}
 
     def choose(self, candidates: Sequence[Candidate], query: Query, now_s: float = 0.0) -> Decision:
         candidates = self.that_may(candidates, query)
@@ -226,10 +227,16 @@ class KvAware:
             ends = [ends_s.get(candidate.lane, scores[candidate.lane]) for candidate in close]
             limit = min(ends) * (1 + TIE)
             close = [candidate for candidate, end_s in zip(close, ends, strict=True) if end_s <= limit]
-        least = min(candidate.load for candidate in close)
-        equals = [candidate for candidate in close if candidate.load == least]
-        self._turn += 1
-        return equals[self._turn % len(equals)]
+        given_tokens = self._given_tokens
+        return min(close, key=lambda candidate: (candidate.load, given_tokens.get(candidate.lane, 0)))
+
+    def given(self, candidate: Candidate, query: Query) -> None:
+        """This request goes there. Nobody is further behind than its cache holds: one that is new catches up no more than that."""
+        lane, given_tokens = candidate.lane, self._given_tokens
+        if len(given_tokens) > REMEMBERED_LANES:
+            given_tokens.clear()
+        least = max(given_tokens.values(), default=0) - candidate.capacity_blocks * query.block_size_tokens
+        given_tokens[lane] = max(given_tokens.get(lane, 0), least) + query.prompt_length_tokens - query.cached_tokens(lane)
 
 
 def describe(candidate: Candidate, query: Query, now_s: float = 0.0) -> str:
@@ -242,6 +249,8 @@ def describe(candidate: Candidate, query: Query, now_s: float = 0.0) -> str:
 
 TIE = 0.02
 """Expected times closer than this are equal: the timing model is no better."""
+
+REMEMBERED_LANES = 10_000
 
 BEGINS = 0.75
 """A prefill has begun so many times of its worker's `base` after it was sent: it waits for a decode step at most, which is a part of that."""

@@ -72,10 +72,10 @@ def test_it_waits_for_the_cache_only_where_that_is_sooner() -> None:
 
 
 def test_who_loses_most_gets_its_worker_whoever_came_first() -> None:
-    """Both workers are free. The one that came first would be as well off on y, and would take x by turn."""
-    for turn in range(2):
-        made = plan(KvAware(turn), [waits("cold", 1000), waits("warm", 1000, x=50)], [worker("x"), worker("y")], NOW_S)
-        assert sorted(sent(made)) == [("cold", "y"), ("warm", "x")]
+    """Both workers are free. The one that came first would be as well off on either."""
+    for lane, other in ("xy", "yx"):
+        made = plan(KvAware(), [waits("cold", 1000), waits("warm", 1000, **{lane: 50})], [worker("x"), worker("y")], NOW_S)
+        assert sorted(sent(made)) == [("cold", other), ("warm", lane)]
 
 
 def test_the_shortest_goes_first_less_what_it_has_waited() -> None:

@@ -136,8 +136,23 @@ def test_kv_aware_leaves_a_cache_whose_worker_is_busier_than_the_saving_is_worth
 
 
 def test_kv_aware_spreads_over_workers_that_are_all_idle_and_cold() -> None:
-    policy = aware()
-    assert {policy.choose([candidate("a"), candidate("b")], matched()).lane for _ in range(2)} == {"a", "b"}
+    policy, taken = aware(), list[str]()
+    for query in (matched(), matched(b=90), matched(), matched()):
+        fleet = [replace(candidate(lane), capacity_blocks=1000) for lane in "ab"]
+        taken.append(policy.choose(fleet, query).lane)
+        policy.given(next(each for each in fleet if each.lane == taken[-1]), query)
+    assert taken == ["a", "b", "b", "a"]  # 1600 tokens to a, 160 and 1600 to b
+
+
+def test_a_worker_that_is_new_gets_no_more_than_its_cache_holds_before_others_have_their_turn() -> None:
+    policy, old, new = aware(), replace(candidate("a"), capacity_blocks=200), replace(candidate("b"), capacity_blocks=200)
+    for _ in range(10):
+        policy.given(old, matched())
+    taken = list[str]()
+    for _ in range(5):
+        taken.append(policy.choose([old, new], matched()).lane)
+        policy.given(new if taken[-1] == "b" else old, matched())
+    assert taken == ["b", "b", "a", "b", "a"]
 
 
 def test_the_weight_of_overlap_turns_caches_off_and_that_of_load_turns_queues_off() -> None:
