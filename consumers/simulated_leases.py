@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from .kv_transfer_nixl import KvTransfer
 from .simulated_cache import SimulatedCache
 
-LOOK_AT_MOST_EVERY_S = 0.001
-LOOK_AT_LEAST_EVERY_S = 0.01
+LOOK_AT_MOST_EVERY_S = 0.004
+LOOK_AT_LEAST_EVERY_S = 0.016
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .engine import Engine
 from .prefill_backlog import PrefillBacklog
 from .untold_blocks import UntoldBlocks
 
-REPORT_AT_MOST_EVERY_S = 0.01
+REPORT_AT_MOST_EVERY_S = 0.02
 """Routers count a job as queued until the worker says that it has taken it: later, and an idle worker looks busy to them."""
 REPORT_AT_LEAST_EVERY_S = 1.0
 

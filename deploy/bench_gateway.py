@@ -140,8 +140,8 @@ async def _prompt_tokens(http: Any, url: str, bodies: Bodies) -> int:
 
 async def _generated(http: Any, system: RunningSystem) -> float:
     """Tokens that the gateway has given to clients."""
-    text = (await http.get(f"{system.admin_url}/metrics")).text
-    return float(next(line for line in text.splitlines() if line.startswith("jetwake_gateway_generated_tokens_total")).split()[1])
+    lines = (await http.get(f"{system.admin_url}/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("gen_ai_client_token_usage_sum{") and 'type="output"' in line)
 
 
 def _cpu_s(system: RunningSystem) -> dict[str, float]:
