@@ -19,7 +19,7 @@ from .lane_ledger import Booking
 from .policies import Decision, KvAware, Query
 from .prefix_index import PrefixIndex
 
-LEAST_PAUSE_S = 0.002
+LEAST_PAUSE_S = 0.001
 """Between two looks at those that wait."""
 MATCH_HOLDS_S = 0.02
 """How long what was found in the index for a request is believed, once a worker may be free for it."""
