@@ -19,7 +19,7 @@ from .hearing_client import HearingClient, keeping_cancels
 from .inbox import AnswerInbox
 from .raw import RawMessage
 from .reconnects import ReconnectCallback, Reconnects
-from .refusals import Refusals, not_permitted
+from .refusals import FORBIDDEN, Refusals, not_permitted
 from .settings import BrokerSettings
 from .subscription import Subscription
 from .user_keys import check_seed_file
@@ -286,7 +286,7 @@ class Bus:
             logger.error("%s: a callback failed", self.name, exc_info=error)
 
     def _on_violation(self, verb: str, subject_lowercase: str) -> None:
-        logger.error("%s: the broker's permissions forbid %s to %s", self.name, verb, subject_lowercase)
+        logger.error("%s: %s %s to %s", self.name, FORBIDDEN, verb, subject_lowercase)
         if verb == "publish":
             self.refusals.publish_refused(subject_lowercase)
             self._inbox.fail_asked_on(subject_lowercase, lambda subject: not_permitted(verb, subject))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from ..schemas.errors import NotPermitted
 
+FORBIDDEN = "the broker's permissions forbid"
+"""In every error and line of a log about that."""
 REMEMBERED_S = 10.0
 """Then the broker is asked again: its configuration may have been mended."""
 
@@ -71,4 +73,4 @@ class Refusals:
 
 
 def not_permitted(verb: str, subject: str) -> NotPermitted:
-    return NotPermitted(f"the broker's permissions forbid {verb} to {subject}")
+    return NotPermitted(f"{FORBIDDEN} {verb} to {subject}")

@@ -31,6 +31,7 @@ from .load import Draft, Load, LoadSettings, drafts, new_prompt
 from .observer import Observer, Picture, differences
 from .plan import Fault, plan
 from .system import Shape, System, running, survivors
+from .users import refusals
 
 PROGRESS_EVERY_S = 5.0
 LOOK_AGAIN_S = 1.0
@@ -89,7 +90,9 @@ async def run_chaos(settings: ChaosSettings, stopping: asyncio.Event, report: Ca
                 restarts = {name: child.restarts for name, child in system.children.items() if child.restarts}
                 report("stopping")
         orphans = await _orphans(run_id)
-        ledger = account(list(run.load.records.values()), run.ends, run.counts, replace(run.aftermath, orphans=orphans))
+        leftovers = [*run.aftermath.leftovers, *await asyncio.to_thread(refusals, folder / "logs")]
+        aftermath = replace(run.aftermath, orphans=orphans, leftovers=leftovers)
+        ledger = account(list(run.load.records.values()), run.ends, run.counts, aftermath)
         result = ChaosResult(
             seed=settings.seed,
             engine=settings.shape.engine,

@@ -4,12 +4,14 @@ Writes the files of `nats_users` and `certificates` into a folder. Promises: eve
 user, with the permissions of its role; whoever looks from outside is the admin.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from ...pipeline.connection import Bus
 from ...pipeline.permissions import Role
+from ...pipeline.refusals import FORBIDDEN
 from ...pipeline.settings import BrokerSettings, TopologySettings
 from ..certificates import client_files, write_certificates
 from ..local import URL_VARIABLE
@@ -66,3 +68,10 @@ def role_of(command: str) -> Role:
     """Of the process that this command starts."""
     [role] = [role for role in get_args(Role) if role == command]
     return role
+
+
+def refusals(logs: Path) -> list[str]:
+    """What the broker's permissions forbade somebody: nothing, where each has the rights of its role."""
+    lines = [(log.stem, line) for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
+    refused = Counter((name, line.partition(FORBIDDEN)[2]) for name, line in lines if FORBIDDEN in line)
+    return [f"refused to {name}, {count} times:{what}" for (name, what), count in refused.items()]
