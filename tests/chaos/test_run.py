@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from jetwake.deploy.chaos.plan import KINDS
+from jetwake.deploy.chaos.users import refusals
+from jetwake.pipeline.refusals import not_permitted
 
 SEED = 7
 
@@ -42,3 +44,10 @@ async def test_a_short_run_with_every_fault_ends_with_a_clean_ledger(tmp_path: P
     assert set(result["faults"]) == set(KINDS)
     assert ledger["accepted"] == ledger["finished"] + ledger["failed"] + ledger["cancelled"] + ledger["expired"] > 60
     assert ledger["finished"] > ledger["accepted"] / 2
+
+
+def test_what_permissions_forbade_is_counted(tmp_path: Path) -> None:
+    said = not_permitted("publish", "jw.prefill.x")
+    (tmp_path / "decode-1.log").write_text(f"12:00:00 WARNING decode-1: {said}\n12:00:01 ERROR again: {said}\nready\n")
+    (tmp_path / "router-1.log").write_text("ready\n")
+    assert refusals(tmp_path) == ["refused to decode-1, 2 times: publish to jw.prefill.x"]
