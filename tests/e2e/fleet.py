@@ -15,7 +15,7 @@ from jetwake.deploy.nats_users import User, broker_settings
 from jetwake.deploy.role_settings import RouterSettings, WorkerSettings
 from jetwake.deploy.worker import run_worker
 from jetwake.pipeline.connection import Bus
-from jetwake.pipeline.permissions import Role
+from jetwake.pipeline.permissions import Role, inbox_prefix
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.producers.client import Client
 
@@ -29,7 +29,8 @@ class Fleet:
     """Where brokers know users (`pytest tests/e2e --secured`), their files: then every part connects as its own."""
 
     def __init__(self, broker: BrokerSettings, limits: TopologySettings | None = None) -> None:
-        self.broker = broker
+        # Tests do as operators and clients do, and the parts of a fleet may answer those alone.
+        self.broker = broker if self.users is None else broker.model_copy(update={"inbox_prefix": inbox_prefix("operator")})
         self.limits = limits or TopologySettings()
         self.engines: dict[str, SimulatedEngine] = {}
         self._stops: dict[str, asyncio.Event] = {}
