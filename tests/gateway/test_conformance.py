@@ -54,6 +54,7 @@ class Api:
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
     http: httpx.AsyncClient
+    environment: dict[str, str]
     up: asyncio.subprocess.Process
 
     def worker(self, name: str) -> psutil.Process:
@@ -78,12 +79,13 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
     folder = tmp_path_factory.mktemp("up")
     template = folder / "template.jinja"
     template.write_text(CHAT_TEMPLATE)
+    environment = {**os.environ, "JETWAKE_STATE_DIR": str(folder)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jetwake.deploy.cli", "up", "--model", MODEL, "--port", "0", "--store", str(folder / "store"),
         "--engine-option", "max_model_len=2048", "--engine-option", "num_gpu_blocks_override=512",
         "--engine-option", 'structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": true}',
         "--", "--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-        env={**os.environ, "JETWAKE_STATE_DIR": str(folder)}, stdout=asyncio.subprocess.PIPE,
+        env=environment, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     try:
@@ -96,6 +98,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
                 openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300),
                 anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=300),
                 http,
+                environment,
                 process,
             )
         process.send_signal(signal.SIGTERM)
@@ -367,3 +370,38 @@ async def test_a_json_answer_goes_on_when_its_decode_worker_was_killed(api: Api)
     assert not worker.is_running()
     assert text == undisturbed
     assert len(json.loads(text)["things"]) == 80
+
+
+async def test_nobody_sees_that_the_workers_drain_under_load(api: Api) -> None:
+    """There is one of each, so requests wait for the next."""
+    expected = [await answer_to(api, number) for number in range(4)]
+    answers: list[tuple[int, str]] = []
+    is_over = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        while not is_over.is_set():
+            answers.append((number, await answer_to(api, number)))
+
+    async def drain(name: str) -> None:
+        before = api.worker(name)
+        command = [sys.executable, "-m", "jetwake.deploy.cli", "drain", name]
+        assert await (await asyncio.create_subprocess_exec(*command, env=api.environment)).wait() == 0
+        await asyncio.to_thread(before.wait, 60)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(4):
+            tasks.create_task(ask(number))
+        while len(answers) < 8:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(drain("decode-1"), drain("prefill-1"))
+        had = len(answers)
+        while len(answers) < had + 8:
+            await asyncio.sleep(0.05)
+        is_over.set()
+    assert all(answer == expected[number] for number, answer in answers)
+
+
+async def answer_to(api: Api, number: int) -> str:
+    said: Any = [{"role": "user", "content": f"Tell me about the river of number {number}."}]
+    done = await api.openai.chat.completions.create(model=MODEL, messages=said, max_tokens=60, temperature=0)
+    return done.choices[0].message.content or ""
