@@ -131,7 +131,7 @@ async def test_workers_that_are_not_compatible_exchange_nothing(own_server: Nats
     async with fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client), registry_of(own_server.url) as registry:
         fleet.start_worker("prefill", "prefill-2", block_bytes=256)
         fleet.start_worker("decode", "decode-2", block_bytes=256)
-        await registry.wait_for(lambda cards: len(cards) == 4 and all(card.peers for card in cards.values() if card.role == "decode"), 30)
+        await registry.wait_for(lambda cards: len(cards) == 4 and all(card.peers for card in cards.values() if card.role == "decode"), 90)
         cards = registry.workers
         assert cards["prefill-1"].pool == cards["decode-1"].pool != cards["prefill-2"].pool == cards["decode-2"].pool
         other_weights = cards["prefill-1"].compatibility.model_copy(update={"revision": "other"})
@@ -196,7 +196,7 @@ async def test_another_engine_at_the_same_address_is_met_at_once_and_nobody_else
     async with fleet_of(own_server.url, prefill=0, decode=0, aggregated=1) as (fleet, client), registry_of(own_server.url) as registry:
         for name, port in ports.items():
             fleet.start_worker(name.partition("-")[0], name, side_channel_port=port)
-        await registry.wait_for(lambda cards: set(ports) <= set(cards) and all_greeted(cards), 30)
+        await registry.wait_for(lambda cards: set(ports) <= set(cards) and all_greeted(cards), 90)
         await fleet.stop("aggregated-1")
         fleet.forget("aggregated-1")
         for turn in range(6):

@@ -62,7 +62,7 @@ class System:
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
-            await asyncio.wait_for(process.wait(), 30)
+            await asyncio.wait_for(process.wait(), 90)
 
     def kill_all(self) -> None:
         for process in self._processes.values():

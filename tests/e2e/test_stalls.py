@@ -64,20 +64,20 @@ async def test_a_worker_that_was_taken_for_dead_and_goes_on_does_no_harm(own_ser
         worker_process(own_server.url, role, "frozen", "sim", tmp_path / "log", *SLOW) as frozen,
         registry_of(own_server.url) as registry,
     ):
-        await registry.wait_for(lambda workers: "frozen" in workers and all_greeted(workers), 30)
+        await registry.wait_for(lambda workers: "frozen" in workers and all_greeted(workers), 90)
         first = registry.workers["frozen"].incarnation
         waiting = [asyncio.create_task(client.generate(prompt_of(number, 300), max_tokens=20, temperature=0.0)) for number in range(40)]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)  # now every worker has work in hand
         await freeze(frozen.pid)
         answers = await asyncio.gather(*waiting)
         assert all(len(answer.token_ids) == 20 for answer in answers)
-        await registry.wait_for(lambda workers: "frozen" not in workers, 30)
+        await registry.wait_for(lambda workers: "frozen" not in workers, 90)
 
         thaw(frozen.pid)
-        await registry.wait_for(lambda workers: "frozen" in workers and all_greeted(workers), 30)
+        await registry.wait_for(lambda workers: "frozen" in workers and all_greeted(workers), 90)
         if role != "decode":  # its queue was taken away
-            await registry.wait_for(lambda workers: "frozen" in workers and workers["frozen"].incarnation != first, 30)
-            await registry.wait_for(all_greeted, 30)
+            await registry.wait_for(lambda workers: "frozen" in workers and workers["frozen"].incarnation != first, 90)
+            await registry.wait_for(all_greeted, 90)
         for name in others:
             if name == role:
                 await fleet.stop(f"{name}-1")
