@@ -184,23 +184,17 @@ async def test_an_operator_runs_a_batch_and_reads_the_state(system: System, tmp_
     source = tmp_path / "in.jsonl"
     source.write_bytes(batch_of(12))
     run = system.processes.run
-    sent, _ = await asyncio.gather(
-        run(OPERATOR, "batch", "submit", str(source), "--wait", "--json"),
-        run(("client", "bob"), "batch", "run", str(source), str(tmp_path / "out.jsonl")),
-    )
-    submitted = json.loads(sent)
+    submitted = json.loads(await run(OPERATOR, "batch", "submit", str(source), "--wait", "--json"))
     assert (submitted["status"], submitted["request_counts"]["completed"]) == ("completed", 12)
+    await run(("client", "bob"), "batch", "run", str(source), str(tmp_path / "out.jsonl"))
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 12
     assert "acme" in await run(OPERATOR, "keys", "add", "acme", "--json")
     [key] = json.loads(await run(OPERATOR, "keys", "list", "--json"))
-    _, dead, *looks = await asyncio.gather(
-        run(OPERATOR, "keys", "remove", key["id"]),
-        run(OPERATOR, "dead", "list", "--json"),
-        *(run(user, "status", "--json") for user in (OPERATOR, OBSERVER)),
-    )
-    assert json.loads(dead or "[]") == []
-    for look in looks:
-        assert {worker["worker"] for worker in json.loads(look)["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
+    await run(OPERATOR, "keys", "remove", key["id"])
+    for user in (OPERATOR, OBSERVER):
+        status = json.loads(await run(user, "status", "--json"))
+        assert {worker["worker"] for worker in status["workers"]} == {"prefill-1", "prefill-2", "decode-1", "decode-2"}
+    assert json.loads(await run(OPERATOR, "dead", "list", "--json") or "[]") == []
 
 
 async def test_an_operator_drains_it_and_nothing_was_refused_or_told(system: System) -> None:
