@@ -17,6 +17,7 @@ from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.settings import BrokerSettings
 from jetwake.pipeline.topology import consumer_counts, queue_progress, stream_counts
 from jetwake.producers.client import Answer, Client
+from jetwake.schemas import streams as declared_streams
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode, encode
 from jetwake.schemas.errors import (
@@ -93,6 +94,9 @@ async def test_disaggregated_equals_aggregated(pair: Pair, own_server: NatsServe
 
 async def test_two_thousand_requests_over_six_workers_finish_once_each(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     cards_live_long(monkeypatch)  # or some would move
+    monkeypatch.setattr(
+        declared_streams, "DECODE_ACK_WAIT_S", 60
+    )  # a delivery that is lost costs an attempt; a turn that comes late does not
     async with fleet_of(own_server.url, prefill=3, decode=3, slots=64) as (fleet, client):
         terminals: list[str] = []
         verified_before = total(fleet, "blocks_verified")
