@@ -4,6 +4,7 @@ Reads `jw.prefill.<worker>-<incarnation>` and `jw.release.<worker>-<incarnation>
 a terminal. Promises: blocks handed off stay readable until they are pulled, released, or `hold_s` has passed, and never longer.
 """
 
+import asyncio
 from dataclasses import dataclass
 
 from ..pipeline import instruments
@@ -16,7 +17,7 @@ from ..pipeline.terminals import Terminals
 from ..pipeline.tracing import Leg
 from ..schemas import signals, subjects
 from ..schemas.decode import KvHandoff, KvReference
-from ..schemas.errors import AnswerDiverged, HandoffRefused, JetwakeError, RequestEnded
+from ..schemas.errors import AnswerDiverged, BrokerUnavailable, HandoffRefused, JetwakeError, RequestEnded
 from ..schemas.headers import request_headers
 from ..schemas.prefill import PrefillJob
 from ..schemas.workers import WorkerCard
@@ -152,7 +153,9 @@ class PrefillConsumer:
                 message_id=subjects.message_id(request.request_id, "handoff", request.attempt),
                 headers=request_headers(request),
             )
-        except BaseException:  # nobody will ever pull what nobody was told of; also when this task is cancelled
+        except (BrokerUnavailable, asyncio.CancelledError):
+            raise  # it may be stored, and be pulled: the lease book lets go of the blocks when they are, or nobody can want them any more
+        except BaseException:  # nobody will ever pull what nobody was told of
             await self._held.release(kv.engine_request_id)
             raise
         if stored.duplicate and not stored.resent:

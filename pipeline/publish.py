@@ -102,11 +102,11 @@ class Publisher:
         """`unsure`: an earlier send of this message may have been stored, its answer lost."""
         fields = parse_json(answer, doing := f"storing on {subject}")
         if "error" not in fields:
-            return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)))
+            return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)), resent=unsure)
         error = refused(fields["error"], doing)
         if unsure and isinstance(error, SequenceConflict):
             # The broker tests the expected sequence before the id, so a resend conflicts with our own earlier send.
             last = await newest_message(self._bus, str(fields.get("stream", "")), subject)
             if last is not None and last.headers.get(MESSAGE_ID_HEADER, "") == headers.get(MESSAGE_ID_HEADER):
-                return Stored(int(last.headers[SEQUENCE_HEADER]), duplicate=True)
+                return Stored(int(last.headers[SEQUENCE_HEADER]), duplicate=True, resent=True)
         raise error

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fleet import fleet_of
+from operations import cards_live_long, until
 
 from jetwake.consumers.simulated_settings import SimulatedSettings
 from jetwake.consumers.timing import DYNAMO_DEFAULT as SLOW
@@ -29,7 +30,7 @@ from jetwake.schemas.codec import decode
 from jetwake.schemas.errors import BusError, DeadlineExceeded, Overloaded, RequestCancelled
 from jetwake.schemas.replies import Reply, TokenChunk
 from jetwake.schemas.requests import Sampling
-from jetwake.schemas.streams import BUCKETS, HANDOFF, STREAMS
+from jetwake.schemas.streams import BUCKETS, HANDOFF, PREFILL, STREAMS
 from jetwake.schemas.workers import WorkerCard
 
 MODEL = "sim"
@@ -272,6 +273,45 @@ async def test_a_router_that_loses_the_broker_amid_a_takeover_goes_on(own_server
         async with asyncio.timeout(PATIENCE_S):
             answers = [await each.answer() for each in submitted]
         assert all(len(answer.token_ids) == ANSWER["max_tokens"] for answer in answers)
+
+
+async def test_a_handoff_whose_confirmation_comes_too_late_keeps_its_blocks(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent again, the broker calls that a duplicate, and the first copy is the one that is pulled, later."""
+    cards_live_long(monkeypatch)
+    copies: list[RawMessage] = []
+    async with (
+        Link("prefill", own_server.port) as link,
+        fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client),
+        operator(own_server.url) as bus,
+    ):
+        fleet.start_worker("prefill", "linked", url=link.url)
+        await until(lambda: fleet.engines["linked"].stats().capacity_blocks > 0)
+        await fleet.stop("prefill-1")
+        fleet.forget("prefill-1")
+        await answered_right(client, 1)
+        engine = fleet.engines["linked"]
+        engine.stall()
+        submitted = await client.submit(prompt_of(2), **ANSWER)
+        await until(lambda: engine.stats().running_requests > 0)
+        [durable] = await durables(bus, HANDOFF.name)
+        await api(bus, f"CONSUMER.PAUSE.{HANDOFF.name}.{durable}", {"pause_until": "2100-01-01T00:00:00Z"})
+        await bus.subscribe("jw.handoff.>", copies.append)
+        await bus.flush()
+        link.silence()
+        engine.go_on()
+        await asyncio.sleep(BrokerSettings().request_timeout_s + 0.5)  # for so long the worker waits before it sends again
+        link.heal()
+        await until(lambda: len(copies) >= 2)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await stream_counts(bus))[PREFILL.name].messages:
+                await asyncio.sleep(0.02)
+        assert engine.stats().counters.get("leases_released", 0) == 0
+        await api(bus, f"CONSUMER.PAUSE.{HANDOFF.name}.{durable}", {"pause_until": "2000-01-01T00:00:00Z"})
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await submitted.answer()
+        assert (answer.attempts, answer.token_ids) == (1, simulated_answer(LIMITS, prompt_of(2), Sampling(**ANSWER)))
 
 
 async def test_a_reader_that_the_broker_cut_off_for_being_slow_hears_everything(tmp_path: Path) -> None:

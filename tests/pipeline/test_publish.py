@@ -38,7 +38,7 @@ async def test_own_earlier_send_is_told_from_somebody_elses(bus: Bus, publisher:
     headers = {subjects.MESSAGE_ID_HEADER: f"{unique}:{message_id}", subjects.EXPECTED_LAST_SUBJECT_SEQUENCE_HEADER: "0"}
     answer = await bus.request(subject, b"a", headers)
     if message_id == "a":
-        assert await publisher._judge(answer, subject, headers, unsure=True) == Stored(stored.sequence, duplicate=True)
+        assert await publisher._judge(answer, subject, headers, unsure=True) == Stored(stored.sequence, duplicate=True, resent=True)
     else:
         with pytest.raises(SequenceConflict):
             await publisher._judge(answer, subject, headers, unsure=True)
