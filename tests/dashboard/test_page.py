@@ -76,7 +76,14 @@ async def test_the_page_shows_the_system_and_opens_a_request(live: Live) -> None
         await page.goto(f"{live.url}#request={ids[0]}")  # an address to give to others
         await page.wait_for_selector("#request .waterfall", timeout=WAIT_MS)
         assert ids[0] in await page.locator("#request-title").inner_text()
+
+        # Closed, and the next address given before the browser says that it closed: that one opens.
+        await page.evaluate("id => { document.getElementById('request').close(); location.hash = `request=${id}`; }", ids[1])
+        await page.wait_for_selector("#request .waterfall", timeout=WAIT_MS)
+        await expect(page.locator("#request-title")).to_contain_text(ids[1])
         await page.keyboard.press("Escape")
+        await page.wait_for_selector("#request", state="hidden", timeout=WAIT_MS)
+        await page.wait_for_function("location.hash === ''")
         assert seen.faults == []
 
 

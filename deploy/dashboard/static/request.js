@@ -6,8 +6,10 @@ import { STAGES, clock, count, percent, size, time } from "./words.js";
 const dialog = document.getElementById("request");
 let shown = null;
 
+const addressOf = (id) => `#request=${encodeURIComponent(id)}`;
+
 export function open(id) {
-  if (location.hash !== `#request=${encodeURIComponent(id)}`) location.hash = `request=${encodeURIComponent(id)}`;
+  if (location.hash !== addressOf(id)) location.hash = addressOf(id);
   else follow();
 }
 
@@ -19,8 +21,10 @@ export function follow() {
 }
 
 dialog.addEventListener("close", () => {
+  if (dialog.open) return; // this word comes late: by now it may show another request, or the address may name one
+  const left = shown;
   shown = null;
-  if (location.hash) history.replaceState(null, "", location.pathname + location.search);
+  if (left !== null && location.hash === addressOf(left)) history.replaceState(null, "", location.pathname + location.search);
 });
 dialog.addEventListener("click", (event) => {
   if (event.target === dialog) dialog.close(); // beside it
