@@ -18,13 +18,14 @@ from ..pipeline.publish import Publisher
 from ..pipeline.terminals import Terminals
 from ..schemas import signals, subjects
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded, SequenceConflict
+from ..schemas.errors import HandoffRefused, HandoffStale, JetwakeError, PullFailed, RequestEnded
 from ..schemas.prefill import ReleaseKv
 from ..schemas.timeline import moments
 from ..schemas.tokens import token_count
 from ..schemas.workers import WorkerCard
 from .answer import Answer
 from .block_ledger import BlockLedger
+from .claims import Claims
 from .continuing import Continuing
 from .counting import answer_facts, count_transfer
 from .decode_seats import DecodeLoad
@@ -55,6 +56,7 @@ class DecodeConsumer:
         work: Workload,
         ledger: BlockLedger,
         alive: Callable[[], Mapping[str, WorkerCard]],
+        claims: Claims,
         continuing: Continuing,
     ) -> None:
         self._work = work
@@ -66,6 +68,7 @@ class DecodeConsumer:
         self._clock = clock
         self._in_flight = in_flight
         self._alive = alive
+        self._claims = claims
         self._endings = Endings(publisher, terminals)
         self._ledger = ledger
         self._continuing = continuing
@@ -119,11 +122,11 @@ class DecodeConsumer:
     async def _decode(self, delivery: Delivery[KvHandoff], answer: Answer) -> None:
         handoff, request = delivery.message, delivery.message.request
         async with self._in_flight.guard(request, "decode"):
-            self._validate(delivery)
+            await self._validate(delivery)
             need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
             async with self._ledger.reserve(need_blocks):
                 self._check_kept(handoff)  # again: waiting for room takes time
-                await self._claim(handoff)
+                await self._claims.claim(handoff)
                 answer.stamp(claimed_ns=self._clock.now_ns())
                 self._continuing.begin(request, "decode")
                 await self._generate(handoff, answer)
@@ -165,10 +168,11 @@ class DecodeConsumer:
             log.error("%s: pulls fail one after the other: this engine's transfers do not work", self._card.lane)
             self._work.engine_dead.set()
 
-    def _validate(self, delivery: Delivery[KvHandoff]) -> None:
+    async def _validate(self, delivery: Delivery[KvHandoff]) -> None:
         """Raises HandoffRefused for a handoff that must not be pulled. The engine checks the block list itself."""
         handoff = delivery.message
-        if delivery.deliveries > 1:
+        # The broker counts deliveries, too, that nobody got: an inbox was just left, a worker was slow. Claims tell, if all are known.
+        if delivery.deliveries > 1 and not await self._claims.would_be_known(delivery.stored_ns):
             raise HandoffRefused("this handoff was delivered before: its blocks may be pulled or reused already")
         self._check_kept(handoff)
         owner = self._alive().get(handoff.prefill_worker)
@@ -176,17 +180,6 @@ class DecodeConsumer:
             raise HandoffStale(f"prefill worker {handoff.prefill_worker} of this handoff is gone")
         if owner.compatibility != self._card.compatibility:
             raise HandoffRefused(f"prefill worker {handoff.prefill_worker} is not compatible with {self._card.worker}")
-
-    async def _claim(self, handoff: KvHandoff) -> None:
-        """Of all who ever get this handoff, one. A queue that was made anew counts deliveries from one again. Raises HandoffRefused."""
-        request = handoff.request
-        message_id = subjects.message_id(request.request_id, f"claim-{self._card.lane}", request.attempt)
-        try:
-            await self._publisher.store_bytes(
-                subjects.claim(request.request_id, request.attempt), self._card.lane.encode(), message_id=message_id, first_only=True
-            )
-        except SequenceConflict as error:
-            raise HandoffRefused("this handoff was claimed before: its blocks may be pulled or reused already") from error
 
     def _check_kept(self, handoff: KvHandoff) -> None:
         if self._clock.now_ns() >= handoff.hold_until_ns - HOLD_MARGIN_NS:
@@ -198,5 +191,7 @@ class DecodeConsumer:
             await self._order_release(handoff, reason)
 
     async def _order_release(self, handoff: KvHandoff, reason: str) -> None:
+        if not await self._claims.may_let_go(handoff):
+            return
         order = ReleaseKv(request_id=handoff.request.request_id, engine_request_id=handoff.kv.engine_request_id, reason=reason[:200])
         await self._publisher.send(subjects.release(f"{handoff.prefill_worker}-{handoff.prefill_incarnation}"), order)

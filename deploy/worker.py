@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from ..consumers.aggregated import AggregatedConsumer
 from ..consumers.block_ledger import BlockLedger
+from ..consumers.claims import Claims
 from ..consumers.continuing import Continuing
 from ..consumers.decode import DecodeConsumer
 from ..consumers.engine import Engine, EngineInfo
@@ -270,6 +271,10 @@ class Worker:
 
     def _handoff_queues(self, work: Workload) -> HandoffQueues:
         pipe, card = self._pipe, self._card
+
+        def alive() -> Mapping[str, WorkerCard]:
+            return pipe.registry.workers
+
         loop = DecodeConsumer(
             self._engine,
             self._info,
@@ -280,7 +285,8 @@ class Worker:
             in_flight=pipe.in_flight,
             work=work,
             ledger=self._ledger,
-            alive=lambda: pipe.registry.workers,
+            alive=alive,
+            claims=Claims(pipe.bus, pipe.publisher, card.lane, alive),
             continuing=self._continuing,
         )
         self._room = loop.room

@@ -261,7 +261,9 @@ def _decode() -> list[Right]:
                 *_taking(streams.HANDOFF),
             ),
         ),
-        Right("claim a KV cache", (*streams.CLAIMS.subjects, *_leader_get(streams.CLAIMS.name))),
+        Right(
+            "claim a KV cache", (*streams.CLAIMS.subjects, *_leader_get(streams.CLAIMS.name), *_api(f"STREAM.INFO.{streams.CLAIMS.name}"))
+        ),
         Right("tell prefill workers to free blocks", (subjects.release("*"),)),
     ]
 

@@ -217,6 +217,20 @@ async def stream_counts(bus: Bus) -> dict[str, StreamCount]:
             return counts
 
 
+async def nothing_lost_since_ns(bus: Bus, stream: str) -> int:
+    """From when on (broker's time) every message that was ever stored in this stream of single messages is still there.
+
+    One that is kept in memory is made anew where a lone server restarts; where there are several, only what is there can prove it.
+    Raises StreamMissing, BrokerUnavailable.
+    """
+    info = await api(bus, f"STREAM.INFO.{stream}")
+    state, config = info["state"], info["config"]
+    untouched = int(state["first_seq"]) <= int(config.get("first_seq") or 1)
+    if untouched and not bus.is_clustered:
+        return timestamp_ns(str(info["created"]))
+    return timestamp_ns(str(state["first_ts"])) if state["messages"] else timestamp_ns(str(info["ts"]))
+
+
 async def streams_not_whole(bus: Bus) -> list[str]:
     """Of a cluster: the streams and consumers without a leader, or with a replica that is away or behind. None where there is no cluster."""
     found: list[str] = []

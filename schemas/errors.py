@@ -28,7 +28,7 @@ JetwakeError
 │   ├── EngineDead            the engine will not come back in this process
 │   ├── EngineRefused         the engine says the request is wrong
 │   ├── HandoffRefused        a handoff that must not reach the engine (incompatible, malformed, delivered before)
-│   │   └── HandoffStale      its blocks are not kept any more: nobody's fault, prefill afresh
+│   │   └── HandoffStale      its blocks are not kept any more, or others have them: nobody's fault, prefill afresh
 │   ├── NoRoom                waited too long for KV blocks on this worker: another one takes it
 │   ├── WorkerLeaving         the worker drains and cannot end this in time: another one takes it
 │   ├── DeclaredDead          this worker was taken for dead and its queue given to others: it starts anew
