@@ -18,7 +18,7 @@ from ..schemas.errors import SetupError
 from .bench_system import BenchSystem, RunningSystem, running
 from .demo_model import fetch
 from .http_load import Bodies, Load, load
-from .local_gateway import LocalGateway, usable_port
+from .local_gateway import LocalGateway, reserved_port
 
 PATH = "/chat/completions"
 OWN_TEXTS = 64
@@ -87,7 +87,7 @@ async def measure_gateway(plan: GatewayBenchPlan, say: Callable[[str], None]) ->
     import httpx
 
     bodies = bodies_of(plan, random.Random(0))
-    gateway = LocalGateway(usable_port(0), plan.flags)
+    gateway = LocalGateway(reserved_port(0), plan.flags)
     say(f"starting {plan.prefill} prefill and {plan.decode} decode workers and a gateway")
     with TemporaryDirectory(prefix="jetwake-load-") as folder:
         async with running(plan.system(gateway), say) as system, httpx.AsyncClient(timeout=60) as http:

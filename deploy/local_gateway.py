@@ -3,12 +3,12 @@
 import asyncio
 import importlib.util
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..pipeline.reserved_port import ReservedPort
 from ..schemas.errors import SetupError
 from .demo_model import fetch
 
@@ -19,10 +19,14 @@ STAND_IN = "tiny"
 
 @dataclass(frozen=True)
 class LocalGateway:
-    """`flags`: those of `vllm serve`, as given."""
+    """`flags`: those of `vllm serve`, as given. The port is kept until its process listens on it, and while it is started again."""
 
-    port: int
+    reserved: ReservedPort
     flags: tuple[str, ...] = ()
+
+    @property
+    def port(self) -> int:
+        return self.reserved.port
 
     @property
     def url(self) -> str:
@@ -42,19 +46,15 @@ def local_gateway(engine: str, port: int | None, wanted: bool, flags: Sequence[s
         return None
     if importlib.util.find_spec("vllm") is None:
         raise SetupError('the OpenAI API needs vLLM\'s front end: install "jetwake[cpu]", or give --no-gateway')
-    return LocalGateway(usable_port(DEFAULT_PORT if port is None else port), tuple(flags))
+    return LocalGateway(reserved_port(DEFAULT_PORT if port is None else port), tuple(flags))
 
 
-def usable_port(port: int) -> int:
+def reserved_port(port: int) -> ReservedPort:
     """The port itself, or a free one for 0. Raises SetupError when it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SetupError(f"port {port} is taken: give the OpenAI API another with --port (0: any free one)") from error
-        free: int = probe.getsockname()[1]
-        return free
+    try:
+        return ReservedPort("127.0.0.1", port)
+    except OSError as error:
+        raise SetupError(f"port {port} is taken: give the OpenAI API another with --port (0: any free one)") from error
 
 
 def engine_options_for(flags: Sequence[str], engine: str, model: str, given: Mapping[str, Any]) -> list[str]:

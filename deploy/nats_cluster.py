@@ -4,11 +4,11 @@ Promises: inside the context every server accepts connections and knows the othe
 """
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any, Self
 
 from ..pipeline.connection import Bus
+from ..pipeline.reserved_port import ReservedPort
 from ..pipeline.settings import BrokerSettings
 from ..pipeline.topology import streams_not_whole
 from ..schemas.errors import BrokerUnavailable, BusError
@@ -24,7 +24,8 @@ class NatsCluster:
     def __init__(self, folder: Path, count: int, log_folder: Path | None = None, **options: Any) -> None:
         logs = log_folder or folder
         names = [f"broker-{number}" for number in range(1, count + 1)] if count > 1 else ["broker"]
-        routes = [f"127.0.0.1:{port}" for port in free_ports(count)] if count > 1 else []
+        self._reserved = [ReservedPort() for _ in range(count)] if count > 1 else []
+        routes = [f"127.0.0.1:{reserved.port}" for reserved in self._reserved]
         self.servers = [
             NatsServer(
                 folder / name,
@@ -44,7 +45,9 @@ class NatsCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(server.stop() for server in self.servers))
+        await asyncio.gather(*(server.__aexit__() for server in self.servers))
+        for reserved in self._reserved:
+            reserved.free()
 
     @property
     def url(self) -> str:
@@ -70,15 +73,3 @@ async def wait_until_whole(bus: Bus, timeout_s: float) -> list[str]:
         if not missing or clock() >= deadline:
             return missing
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-def free_ports(count: int) -> list[int]:
-    """Free at this moment."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

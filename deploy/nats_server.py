@@ -1,6 +1,6 @@
 """A nats-server of our own, as an async context manager: for `jetwake up` and for tests.
 
-Writes a configuration file and a log into its store folder; reads the log to learn its port and that it is ready. Promises:
+Writes a configuration file and a log into its store folder; reads the log to learn that it is ready. Promises:
 inside the context it accepts connections; a failed start raises SetupError with the server's own fatal lines; stopping is
 terminate, wait, kill; the server never outlives this process, however it dies.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Self
 
 from ..consumers.parent_death import dies_with
+from ..pipeline.reserved_port import ReservedPort
 from ..schemas.errors import SetupError
 from .nats_config import ClusterPlace, ServerTls, server_config
 
 _READY = "Server is ready"
-_LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 _FATAL = re.compile(r"\[(?:FTL|ERR)\]|^nats-server: ")
 _START_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.01
@@ -50,13 +50,20 @@ class NatsServer:
         self._tls = tls
         self._cluster = cluster
         self._process: asyncio.subprocess.Process | None = None
+        self._reserved: ReservedPort | None = None
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+        if self._reserved is not None:
+            self._reserved.free()
 
     @property
     def url(self) -> str:
@@ -72,6 +79,9 @@ class NatsServer:
 
     async def start(self) -> None:
         binary = find_binary()
+        if not self.port:
+            self._reserved = ReservedPort(self.host)  # also for the time between a stop and the next start
+            self.port = self._reserved.port
         await asyncio.to_thread(self._write_config)
         log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
@@ -133,7 +143,7 @@ class NatsServer:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._config_file.write_text(
             server_config(
-                f"{self.host}:{self.port or -1}",
+                f"{self.host}:{self.port}",
                 self._jetstream_dir,
                 sync_always=self._sync_always,
                 max_payload_bytes=self._max_payload_bytes,
@@ -147,7 +157,7 @@ class NatsServer:
         process = self._running()
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                while not self._read_ready(text := await asyncio.to_thread(self._log_since, log_start)):
+                while _READY not in (text := await asyncio.to_thread(self._log_since, log_start)):
                     if process.returncode is not None:
                         raise SetupError(f"nats-server did not start: {_fatal_lines(text) or f'exit code {process.returncode}'}")
                     await asyncio.sleep(_LOOK_EVERY_S)
@@ -158,13 +168,6 @@ class NatsServer:
         with self.log_file.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
-
-    def _read_ready(self, text: str) -> bool:
-        listening = _LISTENING.search(text)
-        if _READY not in text or listening is None:
-            return False
-        self.port = int(listening[1])
-        return True
 
 
 def find_binary() -> str:

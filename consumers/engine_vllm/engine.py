@@ -21,7 +21,7 @@ from .facts import engine_info
 from .handoff import ASK_FOR_HANDOFF, check, reference_from
 from .held import HeldBlocks
 from .processes import EngineProcesses
-from .settings import VllmSettings, events_endpoint, free_port
+from .settings import VllmSettings, events_endpoint, reserved_side_channel
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -55,14 +55,14 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> EngineInfo:
-        port = self._settings.side_channel_port or free_port(self._settings.side_channel_host)
+        side_channel = reserved_side_channel(self._settings)
         try:
             self._blocks.open()
             async with asyncio.timeout(self._settings.start_timeout_s):
-                self._runtime = await self.processes.build(port)
+                self._runtime = await self.processes.build(side_channel.port)
                 ranks = await self._call("jw_facts")
                 self.processes.add([pid for rank in ranks for pid in rank["pids"]])
-                self._info = engine_info(self._settings, self._runtime.config, ranks, port)
+                self._info = engine_info(self._settings, self._runtime.config, ranks, side_channel.port)
                 await self._warm_up()
         except TimeoutError as error:
             await self.stop()
@@ -70,6 +70,8 @@ class VllmEngine:
         except BaseException:
             await self.stop()
             raise
+        finally:
+            side_channel.free()
         return self._info
 
     async def _warm_up(self) -> None:

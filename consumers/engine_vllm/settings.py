@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from ...pipeline.reserved_port import ReservedPort
 from ...schemas.errors import SetupError
 from .plugin import OWNER_VARIABLE, PROGRESS_DELAY_VARIABLE, SPIN_VARIABLE
 
@@ -99,15 +100,13 @@ def is_routable(host: str) -> bool:
     return not (address.is_loopback or address.is_unspecified)
 
 
-def free_port(host: str) -> int:
-    """A port that was free a moment ago. Raises SetupError when `host` is no address of this machine."""
+def reserved_side_channel(settings: VllmSettings) -> ReservedPort:
+    """Free until the engine listens on it, a while from now. Raises SetupError when its host is no address of this machine."""
+    host, port = settings.side_channel_host, settings.side_channel_port
     try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return ReservedPort(host, port)
     except OSError as error:
-        raise SetupError(f"side_channel_host {host!r} is no address of this machine: {error}") from error
+        raise SetupError(f"side_channel_host {host!r}, port {port}: {error.strerror or error}") from error
 
 
 def environment(settings: VllmSettings, side_channel_port: int) -> dict[str, str]:

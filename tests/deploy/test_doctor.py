@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CardKeeper
+from jetwake.pipeline.reserved_port import ReservedPort
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.schemas.workers import KvCompatibility, WorkerCard
 
@@ -40,12 +40,6 @@ def in_a_process(*words: str, prefix: str = "", **variables: str) -> tuple[int, 
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **variables}, timeout=120)
     assert done.stdout, done.stderr
     return done.returncode, {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def card(port: int) -> WorkerCard:
@@ -70,7 +64,8 @@ async def test_a_well_set_up_broker(nats_server: NatsServer) -> None:
 
 
 async def test_nobody_there_and_exit_code_1() -> None:
-    code, found = await asyncio.to_thread(in_a_process, "--role", "client", "--nats-url", f"nats://127.0.0.1:{free_port()}")
+    with ReservedPort() as nobody:
+        code, found = await asyncio.to_thread(in_a_process, "--role", "client", "--nats-url", f"nats://127.0.0.1:{nobody.port}")
     assert (code, found["broker"]["state"]) == (1, "wrong")
     assert found["broker"]["cure"]
     assert "NIXL" not in found
@@ -92,7 +87,8 @@ async def test_an_account_without_jetstream_and_one_with_too_little(tmp_path: Pa
 
 
 async def test_little_payload_rare_syncs_and_no_streams_yet(tmp_path: Path) -> None:
-    port = free_port()
+    reserved = ReservedPort()
+    port = reserved.port
     extra = f'http: "127.0.0.1:{port}"'
     async with NatsServer(tmp_path, extra_config=extra, sync_always=False, max_payload_bytes=512 << 10) as server:
         found = await of_broker(server.url, monitor_port=port)
@@ -100,6 +96,7 @@ async def test_little_payload_rare_syncs_and_no_streams_yet(tmp_path: Path) -> N
     async with NatsServer(tmp_path / "b", extra_config=extra) as server:
         found = await of_broker(server.url, monitor_port=port)
     assert (found["payload"].state, found["sync to disk"].state) == ("ok", "ok")
+    reserved.free()
 
 
 async def test_streams_that_are_not_as_configured(nats_server: NatsServer) -> None:
@@ -111,8 +108,9 @@ async def test_streams_that_are_not_as_configured(nats_server: NatsServer) -> No
 async def test_a_worker_that_nobody_reaches(own_server: NatsServer) -> None:
     async with Bus.connect(BrokerSettings(url=own_server.url), "test") as bus:
         keeper = CardKeeper(bus, Publisher(bus))
-        await keeper.announce(card(free_port()))
-        assert (await of_broker(own_server.url, "decode"))["workers"].state == "wrong"
+        with ReservedPort() as nobody:
+            await keeper.announce(card(nobody.port))
+            assert (await of_broker(own_server.url, "decode"))["workers"].state == "wrong"
         assert "workers" not in await of_broker(own_server.url, "gateway")
         listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         await keeper.announce(card(listening.sockets[0].getsockname()[1]))

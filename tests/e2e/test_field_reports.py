@@ -1,7 +1,6 @@
 """Faults that others reported of systems like this one, where no other test shows what becomes of them here."""
 
 import asyncio
-import socket
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from jetwake.pipeline.clock import ServerClock, WallClock
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
+from jetwake.pipeline.reserved_port import ReservedPort
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
 from jetwake.schemas.decode import KvHandoff
@@ -192,7 +192,8 @@ async def test_clocks_that_differ_by_two_hours_change_no_deadline(
 
 async def test_another_engine_at_the_same_address_is_met_at_once_and_nobody_else_begins_anew(own_server: NatsServer) -> None:
     """A prefill and a decode worker end in turn, without a drain, and come again with the same name, host and port."""
-    ports = {f"{role}-1": free_port() for role in ("prefill", "decode")}
+    reserved = {f"{role}-1": ReservedPort() for role in ("prefill", "decode")}
+    ports = {name: each.port for name, each in reserved.items()}
     async with fleet_of(own_server.url, prefill=0, decode=0, aggregated=1) as (fleet, client), registry_of(own_server.url) as registry:
         for name, port in ports.items():
             fleet.start_worker(name.partition("-")[0], name, side_channel_port=port)
@@ -210,9 +211,5 @@ async def test_another_engine_at_the_same_address_is_met_at_once_and_nobody_else
             assert answer.kv_bytes > 0
             assert registry.workers[doomed].incarnation != incarnations[doomed]
             assert registry.workers[other].incarnation == incarnations[other]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for each in reserved.values():
+        each.free()
