@@ -20,6 +20,7 @@ from ..pipeline.connection import Bus
 from ..pipeline.publish import Publisher
 from ..pipeline.replies import ReplyInbox
 from ..pipeline.settings import BrokerSettings
+from ..producers.batches.crowding import Slices
 from ..producers.batches.desk import window_s
 from ..producers.batches.lines import BatchLimits, Checked, LineChecker, LineFile
 from ..producers.batches.local_log import Known, LocalLineLog
@@ -135,7 +136,7 @@ class _Run:
         plan = self._plan
         limits = BatchLimits(max_lines=MAX_LINES, max_file_bytes=_WHOLE_FILE)
         checker = LineChecker("", limits, frozenset(names).__contains__, body_check(refused_body))
-        checked = await check_lines(plan.input, checker)
+        checked = await check_lines(plan.input, checker, Slices(rest_s=0))
         batch_id = await asyncio.to_thread(batch_id_of, plan.input, model, plan.name)
         self.summary = Summary(batch_id, total=len(checked.lines))
         if checked.refused:

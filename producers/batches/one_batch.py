@@ -5,7 +5,6 @@ Reads the input file and the results recorded so far; writes the record, the res
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +14,7 @@ from ...pipeline.connection import Bus
 from ...pipeline.publish import Publisher
 from ...schemas.batches import ENDED, BatchRecord, LineError
 from ...schemas.errors import JetwakeError
+from .crowding import Slices
 from .files import FileStore
 from .line_log import BusLineLog
 from .lines import BodyCheck, Checked, Line, LineChecker, LineFile, split_lines
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 TELL_EVERY_S = 1.0
 """How often counts are told, and a cancel or the end of the time is looked for."""
-_SLICE_S = 0.005
-"""Other requests of this process wait no longer than this for a check of lines."""
 
 Ending = Literal["batch_cancelled", "batch_expired"]
 
@@ -70,7 +68,7 @@ class OneBatch:
         record = await self._change(lambda record: record)
         if not await self._fetch_input(record):
             return
-        checked = await check_lines(self._path, LineChecker(record.endpoint, self._settings.limits, knows, check_body))
+        checked = await check_lines(self._path, LineChecker(record.endpoint, self._settings.limits, knows, check_body), Slices())
         if checked.refused:
             await self._change(lambda record: failed_lines(record, checked, self._clock.now_ns()))
             return
@@ -165,7 +163,9 @@ class OneBatch:
     async def _error_lines(self, lines: Sequence[Line], line_log: BusLineLog, why: Unrun) -> AsyncGenerator[bytes]:
         """Failed ones as they failed, and those that were not run, in the order of the input."""
         failed = line_log.results(line.number for line in lines if line.number in self._tally.failed_lines)
+        slices = Slices()
         for line in lines:
+            await slices.pause()
             if line.number in self._tally.failed_lines:
                 yield result_line(await anext(failed))
             elif not line_log.has_result(line.number):
@@ -199,12 +199,8 @@ def failed_for(record: BatchRecord, error: JetwakeError, now_ns: int) -> BatchRe
     return record.model_copy(update={"status": "failed", "failed_ns": now_ns, "errors": [problem]})
 
 
-async def check_lines(path: Path, checker: LineChecker) -> Checked:
-    """In short slices: whoever else lives in this process must not wait for a large file."""
-    until_s = time.perf_counter() + _SLICE_S
+async def check_lines(path: Path, checker: LineChecker, slices: Slices) -> Checked:
     for offset, raw in split_lines(path):
         checker.take(offset, raw)
-        if time.perf_counter() >= until_s:
-            await asyncio.sleep(0)
-            until_s = time.perf_counter() + _SLICE_S
+        await slices.pause()
     return checker.finish()

@@ -55,7 +55,7 @@ class LineLog(Protocol):
 
 async def run_lines(lines: Sequence[Line], line_log: LineLog, ask: Ask, window: Window, on_result: Callable[[LineResult], None]) -> None:
     """Returns when every line has a result. `on_result` hears of each that was not known before."""
-    order = send_order([line.trail for line in lines])
+    order = await asyncio.to_thread(send_order, [line.trail for line in lines])  # of many lines it takes long
     waiting = [(place, lines[index]) for place, index in enumerate(order) if not line_log.has_result(lines[index].number)]
     async with asyncio.TaskGroup() as tasks:
         for place, line in waiting:
