@@ -51,7 +51,8 @@ def _plain(annotation: Any, metadata: Sequence[Any]) -> st.SearchStrategy[Any]:
         size = {"max_size": 20} | {key: bounds[key] for key in ("min_size", "max_size") if key in bounds}
         return st.text(TEXT_CHARACTERS, **size)
     if annotation is int:
-        return st.integers(bounds.get("min_value", -(2**63)), bounds.get("max_value", 2**63 - 1))
+        least = bounds.get("min_value", -(2**63)) + bounds.get("exclude_min", False)
+        return st.integers(least, bounds.get("max_value", 2**63 - 1) - bounds.get("exclude_max", False))
     if annotation is float:
         floats = {key: bounds[key] for key in ("min_value", "max_value", "exclude_min", "exclude_max") if key in bounds}
         return st.floats(allow_nan=False, **floats)
