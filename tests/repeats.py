@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FAULT_TESTS = (
     *(
         f"tests/e2e/test_{name}.py"
-        for name in ("attempts_and_routers", "back_pressure", "broker_faults", "dead_workers", "decode_claiming")
+        for name in ("attempts_and_routers", "back_pressure", "broker_faults", "claims", "dead_workers", "decode_claiming")
     ),
     *(f"tests/e2e/test_{name}.py" for name in ("drain", "failover", "field_reports", "killers", "phases", "restarts", "stalls")),
     *(f"tests/pipeline/test_{name}.py" for name in ("cluster", "connection", "consume", "endings", "faults", "settle", "terminals")),
