@@ -59,6 +59,9 @@ async def test_the_page_shows_the_system_and_opens_a_request(live: Live) -> None
         assert workers == ["prefill-1", "prefill-2", "decode-1"]
         assert await page.locator(".router .name").all_inner_texts() == ["router-1\nkv_aware"]
         assert await page.locator("#findings").inner_text() != ""
+        for seconds in (0.0625, 0.0005, 0.00025, 0.1875, 0.9995, 1.125, 2.675, 12.25, 99.5, 100.5, 3600.5):  # halves too
+            script = "async (seconds) => (await import('./static/words.js')).time(seconds)"
+            assert await page.evaluate(script, seconds) == of_time(seconds)
         now = await live.now()
         assert f"p99 {of_time(now['totals']['ttft']['p99_s'])}" in await page.locator("#ttft").inner_text()
         assert f"{of_time(now['totals']['itl']['p50_s'])}" in await page.locator("#itl .big").inner_text()
