@@ -4,8 +4,8 @@ Writes and reads `jw.claims.<request>.<attempt>`. Promises: a handoff is claimed
 have forgotten can be asked (`would_be_known`), so that nobody takes a forgotten claim for none.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from ..pipeline.connection import Bus
 from ..pipeline.jetstream import newest_message
@@ -17,7 +17,6 @@ from ..schemas.errors import HandoffRefused, HandoffStale, SequenceConflict
 from ..schemas.streams import CLAIMS
 from ..schemas.workers import WorkerCard
 
-REMEMBERED_CLAIMS = 10_000
 CLOCKS_NS = 1_000_000_000
 """The servers of a cluster agree on the time to less than this."""
 
@@ -30,10 +29,37 @@ class Claims:
         self._publisher = publisher
         self._lane = lane
         self._alive = alive
-        self._own: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._in_hand: set[tuple[str, int]] = set()
 
-    async def claim(self, handoff: KvHandoff) -> None:
-        """Raises HandoffStale when a live worker has it, HandoffRefused when this one or one that is gone had it before; BusError."""
+    @asynccontextmanager
+    async def claimed(self, handoff: KvHandoff) -> AsyncGenerator[None]:
+        """Claims it for the length of the body, and for ever from anybody else.
+
+        Raises HandoffStale when a live worker has it in hand, this one too; HandoffRefused when it was claimed before; BusError.
+        """
+        key = (handoff.request.request_id, handoff.request.attempt)
+        if key in self._in_hand:
+            raise HandoffStale("this handoff came again, and is in hand here")
+        self._in_hand.add(key)
+        try:
+            await self._claim(handoff)
+            yield
+        finally:
+            self._in_hand.discard(key)
+
+    async def may_let_go(self, handoff: KvHandoff) -> bool:
+        """Whether its blocks may be freed: nobody pulls them now, and whoever gets it later is told that it is claimed. Raises BusError."""
+        if (handoff.request.request_id, handoff.request.attempt) in self._in_hand:
+            return False
+        try:
+            await self._claim(handoff)
+        except HandoffStale:
+            return False  # whoever has it lets go of it
+        except HandoffRefused:
+            return True
+        return True
+
+    async def _claim(self, handoff: KvHandoff) -> None:
         request = handoff.request
         subject = subjects.claim(request.request_id, request.attempt)
         message_id = subjects.message_id(request.request_id, f"claim-{self._lane}", request.attempt)
@@ -44,21 +70,6 @@ class Claims:
             if claimer != self._lane and claimer in {card.lane for card in self._alive().values()}:
                 raise HandoffStale(f"{claimer} has claimed this handoff") from error
             raise HandoffRefused(f"{claimer} claimed this handoff before: its blocks may be pulled or reused already") from error
-        self._own[request.request_id, request.attempt] = None
-        if len(self._own) > REMEMBERED_CLAIMS:
-            self._own.popitem(last=False)
-
-    async def may_let_go(self, handoff: KvHandoff) -> bool:
-        """Whether its blocks may be freed: nobody else pulls them now, and whoever gets it later is told that it is claimed. Raises BusError."""
-        if (handoff.request.request_id, handoff.request.attempt) in self._own:
-            return True
-        try:
-            await self.claim(handoff)
-        except HandoffStale:
-            return False  # whoever has it lets go of it
-        except HandoffRefused:
-            return True
-        return True
 
     async def would_be_known(self, stored_ns: int) -> bool:
         """Whether a claim of a handoff that was stored then (broker's time) would be there still. Raises BusError."""

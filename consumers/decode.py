@@ -126,10 +126,10 @@ class DecodeConsumer:
             need_blocks = BlockLedger.need_blocks(request, self._info.model.max_model_len_tokens, handoff.kv.block_size_tokens)
             async with self._ledger.reserve(need_blocks):
                 self._check_kept(handoff)  # again: waiting for room takes time
-                await self._claims.claim(handoff)
-                answer.stamp(claimed_ns=self._clock.now_ns())
-                self._continuing.begin(request, "decode")
-                await self._generate(handoff, answer)
+                async with self._claims.claimed(handoff):
+                    answer.stamp(claimed_ns=self._clock.now_ns())
+                    self._continuing.begin(request, "decode")
+                    await self._generate(handoff, answer)
 
     def _tell(self, answer: Answer) -> None:
         """What is known of the leg, however it ended."""

@@ -80,7 +80,10 @@ class NatsServer:
     async def start(self) -> None:
         binary = find_binary()
         if not self.port:
-            self._reserved = ReservedPort(self.host)  # also for the time between a stop and the next start
+            try:
+                self._reserved = ReservedPort(self.host)  # also for the time between a stop and the next start
+            except OSError as error:
+                raise SetupError(f"a NATS server cannot listen on {self.host}: {error.strerror or error}") from error
             self.port = self._reserved.port
         await asyncio.to_thread(self._write_config)
         log_start = self.log_file.stat().st_size if self.log_file.exists() else 0

@@ -5,9 +5,11 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import pytest
 from fleet import Fleet, fleet_of
 from operations import PATIENCE_S, all_ready, idle, prompt_of, until
 
+from jetwake.consumers.claims import Claims
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.jetstream import NAK, delivery_facts, is_delivery, pull_subject
@@ -18,6 +20,7 @@ from jetwake.producers.client import Answer, Submitted
 from jetwake.schemas import subjects
 from jetwake.schemas.codec import decode
 from jetwake.schemas.decode import KvHandoff
+from jetwake.schemas.errors import HandoffStale
 from jetwake.schemas.prefill import ReleaseKv
 from jetwake.schemas.streams import HANDOFF
 
@@ -121,3 +124,16 @@ async def test_a_handoff_whose_claims_the_broker_may_have_forgotten_is_prefilled
         waiting.go_on()
         assert (await waiting.answered()).attempts == 2
         await waiting.until_freed()
+
+
+async def test_a_handoff_that_comes_again_to_who_has_it_in_hand_is_not_let_go_of_by_the_second_delivery(own_server: NatsServer) -> None:
+    async with delivered_to_nobody(own_server) as waiting:
+        claims = Claims(waiting.bus, Publisher(waiting.bus), "decode-9-here", dict)
+        async with claims.claimed(waiting.handoff):
+            assert not await claims.may_let_go(waiting.handoff)
+            with pytest.raises(HandoffStale, match="in hand here"):
+                async with claims.claimed(waiting.handoff):
+                    pass
+        assert await claims.may_let_go(waiting.handoff)
+        waiting.go_on()
+        assert (await waiting.answered()).attempts == 2

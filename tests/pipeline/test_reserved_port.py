@@ -16,7 +16,7 @@ def test_whom_it_is_for_listens_on_it_again_and_again() -> None:
 
 
 def test_nobody_who_asks_for_any_port_is_given_it() -> None:
-    """Neither by binding, with and without reuse, nor by connecting; all ports of the machine are asked for."""
+    """Neither by binding, with and without reuse, nor by connecting; and whoever asks for that very one is refused."""
     with ReservedPort() as reserved, socket.create_server(("127.0.0.1", 0)) as server:
         given: list[socket.socket] = []
         try:
