@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -126,6 +127,18 @@ def test_a_candidate_is_made_again_only_when_something_of_it_changed() -> None:
     after = life.fleet.candidates("m", life.cards)
     assert after[0] is before[0]
     assert (before[1].queued_requests, after[1].queued_requests) == (0, 1)
+
+
+def test_one_more_or_one_less_changes_nothing_else_of_a_candidate() -> None:
+    """All fields unlike their defaults: one that was left out would show."""
+    timing = PrefillTiming(base_s=0.5, per_token_s=0.25)
+    candidate = Candidate("w-1", "w", "prefill", 2, 3, 400, 5, 6.0, 7.0, 8.0, 9, 100, 60, timing, True, 10.0)
+    query = Query("r", 33, 16, {"w-1": 1})  # three blocks, of which one is cached: two are new
+    assert candidate.promised(query) == replace(candidate, queued_requests=3, free_blocks=58)
+    assert candidate.promised(query, taken_back=True) == replace(candidate, queued_requests=1, free_blocks=62)
+    assert candidate.and_one(query, 11.0) == replace(
+        candidate, queued_requests=3, free_blocks=58, queued_work_s=6.0 + candidate.prefill_s(query), sent_s=11.0
+    )
 
 
 def expected_s(candidate: Candidate, query: Query, knobs: KvAwareKnobs, now_s: float) -> float:
