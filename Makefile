@@ -56,7 +56,7 @@ audit: $(VENV)/.supply
 	@$(VENV)/supply/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --format json --output $(VENV)/audit.json \
 		--requirement $(VENV)/pins.txt --requirement $(LOCKS)/supply.txt > /dev/null 2> $(VENV)/audit.log \
 		|| test -s $(VENV)/audit.json || { tail -n 1 $(VENV)/audit.log; echo "audit: no advisories to be had here (a mirror without them, or no network): nothing is known of the pins"; $(if $(CI),true,false); }
-	@test ! -s $(VENV)/audit.json || $(BIN)/python $(LOCKS)/advisories.py $(VENV)/audit.json
+	@test ! -s $(VENV)/audit.json || $(BIN)/python .ci/advisories.py $(VENV)/audit.json
 
 clean:
 	rm -rf $(VENV)
