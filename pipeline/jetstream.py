@@ -168,24 +168,29 @@ async def message_at(bus: Bus, stream: str, sequence: int) -> RawMessage | None:
 
 async def _leaders_message(bus: Bus, stream: str, question: Json) -> RawMessage | None:
     path = leader_get_path(stream)
-    answer = parse_json(await _from_leader(bus, api_subject(path), json.dumps(question).encode()), path)
-    if "error" in answer:
-        if answer["error"].get("err_code") == _NO_MESSAGE_FOUND:
-            return None
-        raise refused(answer["error"], path)
+    answer = await _from_leader(bus, path, json.dumps(question).encode())
+    if answer is None:
+        return None
     there: Json = answer["message"]
     facts = {STREAM_HEADER: stream, SUBJECT_HEADER: there["subject"], SEQUENCE_HEADER: str(there["seq"]), TIME_HEADER: there["time"]}
     own = read_headers(base64.b64decode(there.get("hdrs", "")))
     return RawMessage(there["subject"], base64.b64decode(there.get("data", "")), own | facts)
 
 
-async def _from_leader(bus: Bus, subject: str, payload: bytes) -> RawMessage:
-    """In a cluster that has lost a server there may be no leader for some seconds: then asked again."""
+async def _from_leader(bus: Bus, path: str, question: bytes) -> Json | None:
+    """None: there is no such message. In a cluster that has lost a server there may be no leader for some seconds, which shows as silence
+    or as an answer that says so: then asked again.
+    """
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + (bus.missing_grace_s if bus.is_clustered else 0.0)
     while True:
         try:
-            return await bus.request(subject, payload)
+            answer = parse_json(await bus.request(api_subject(path), question), path)
+            if "error" not in answer:
+                return answer
+            if answer["error"].get("err_code") == _NO_MESSAGE_FOUND:
+                return None
+            raise refused(answer["error"], path)
         except BrokerUnavailable:
             if clock() >= give_up_s:
                 raise

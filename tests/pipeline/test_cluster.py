@@ -1,6 +1,7 @@
 """A broker of three servers: what one of them takes with it when it dies, and what it does not."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.cards import CARD_TTL_S, HEARTBEAT_S
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
-from jetwake.pipeline.jetstream import api, bucket_stream, newest_message
+from jetwake.pipeline.jetstream import SEQUENCE_HEADER, api, api_subject, bucket_stream, leader_get_path, newest_message
 from jetwake.pipeline.patience import when_ready
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CardKeeper, Registry
@@ -25,6 +26,8 @@ from jetwake.schemas.streams import PREFILL, REQUESTS, RESULTS, WORKERS_BUCKET, 
 
 from .harness import request, until
 from .test_registry import card
+
+NO_LEADER = 10008
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,36 @@ async def test_one_end_for_each_request_whoever_leads(cluster: NatsCluster, bus:
         counts = await subject_counts(bus, RESULTS.name, subjects.results_of("*", unique))
         assert sorted(counts.values()) == [1] * 30
     await until(lambda: bus.connected)
+
+
+async def test_what_a_leader_is_asked_for_waits_until_there_is_one(cluster: NatsCluster, bus: Bus, unique: str) -> None:
+    """Also where the servers that are left say that there is none, and are not silent."""
+    subject = subjects.requests(unique, "batch")
+    stored = await Publisher(bus).store(subject, request(unique), message_id=unique)
+    leader = await leader_of(bus, cluster, REQUESTS.name)
+    others = [server for server in cluster.servers if server is not leader]
+    async with Bus.connect(BrokerSettings(url=leader.url, request_timeout_s=0.5, election_grace_s=60.0), "lonely") as lonely:
+        for server in others:
+            await server.kill()
+        async with asyncio.timeout(60):
+            while not await says_that_there_is_none(lonely, REQUESTS.name, subject):
+                await asyncio.sleep(0.1)
+        reading = asyncio.create_task(newest_message(lonely, REQUESTS.name, subject))
+        await says_that_there_is_none(lonely, REQUESTS.name, subject)  # the reader has been told so, too
+        for server in others:
+            await server.start()
+        async with asyncio.timeout(60):
+            message = await reading
+    assert message is not None
+    assert message.headers[SEQUENCE_HEADER] == str(stored.sequence)
+
+
+async def says_that_there_is_none(bus: Bus, stream: str, subject: str) -> bool:
+    try:
+        answer = await bus.request(api_subject(leader_get_path(stream)), json.dumps({"last_by_subj": subject}).encode())
+    except BusError:
+        return False
+    return json.loads(answer.data).get("error", {}).get("err_code") == NO_LEADER
 
 
 async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(cluster: NatsCluster, bus: Bus, unique: str) -> None:
