@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from fleet import fleet_of
-from operations import cards_live_long, until
+from operations import all_ready, cards_live_long, idle, until, until_held
 
 from jetwake.consumers.simulated_settings import SimulatedSettings
 from jetwake.consumers.timing import DYNAMO_DEFAULT
 from jetwake.deploy.chaos.expected import simulated_answer
+from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.chaos.links import Link
 from jetwake.deploy.nats_server import NatsServer
-from jetwake.pipeline import replies
+from jetwake.pipeline import connection, replies
 from jetwake.pipeline.catalogue import ModelCatalogue
 from jetwake.pipeline.connection import Bus, RawMessage
 from jetwake.pipeline.jetstream import api
@@ -136,6 +137,61 @@ async def test_after_the_loss_of_its_store_the_broker_is_made_whole_and_serves(
         async with asyncio.timeout(PATIENCE_S):
             outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(outcome, Answer | DeadlineExceeded) for outcome in outcomes), outcomes
+
+
+async def test_a_deadline_that_passes_while_the_broker_is_frozen_ends_the_request_and_no_worker(
+    own_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prefill worker, which keeps the blocks, is the one that notices; for so long as it tries, nobody hears it."""
+    caplog.set_level(logging.WARNING)
+    worker = {"stall_limit_s": 300}
+    async with fleet_of(own_server.url, aggregated=1, worker=worker) as (fleet, client):
+        fleet.start_worker("prefill", "prefill-1", worker, broker={"publish_deadline_s": 1.0, "request_timeout_s": 0.5})
+        fleet.start_worker("decode", "decode-1", worker, slots=1)
+        await all_ready(fleet, 3)
+        await fleet.stop("aggregated-1")
+        fleet.forget("aggregated-1")
+        fleet.engines["decode-1"].stall()
+        first = await client.submit(prompt_of(1), model=MODEL, **ANSWER)
+        await until(lambda: fleet.engines["decode-1"].stats().running_requests == 1)
+        second = await client.submit(prompt_of(2), model=MODEL, timeout_s=2.0, **ANSWER)
+        await until_held(fleet, "prefill-1", 1)
+        await freeze(own_server.pid)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while f"{second.request.request_id}: deadline passed while its handoff waited" not in caplog.text:
+                    await asyncio.sleep(0.05)
+                    fleet.check()
+        finally:
+            thaw(own_server.pid)
+        fleet.engines["decode-1"].go_on()
+        async with asyncio.timeout(PATIENCE_S):
+            assert len((await first.answer()).token_ids) == ANSWER["max_tokens"]
+            with pytest.raises(DeadlineExceeded):
+                await second.answer()
+        await answered_right(client, 3)
+        await idle(fleet)
+
+
+async def test_workers_with_more_to_say_than_fits_while_the_broker_is_away_go_on(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays away until every answer that was running has come to nothing, or to its end."""
+    async with fleet_of(own_server.url, prefill=1, decode=1, slots=8, timing=SLOW) as (fleet, client):
+        for part in ("router-1", "prefill-1", "decode-1"):
+            await fleet.stop(part)
+        monkeypatch.setattr(connection, "_PUBLISH_BUFFER_BYTES", 4096)
+        fleet.start_router("router-2")
+        fleet.start_worker("prefill", "prefill-2", slots=8, timing=SLOW)
+        fleet.start_worker("decode", "decode-2", slots=8, timing=SLOW)
+        waiting = many(client, 20)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await own_server.kill()
+        await until(lambda: not fleet.engines["decode-2"].stats().running_requests)
+        await own_server.start()
+        await all_right(waiting)
+        fleet.check()
+        await fleet.kill_all()  # blocks of handoffs that may have been stored keep their lease for a while: a drain would wait
 
 
 # -- what an operator deletes -----------------------------------------------------------------------------------------------
@@ -273,7 +329,7 @@ async def test_a_router_that_loses_the_broker_amid_a_takeover_goes_on(own_server
         fleet.engines["aggregated-1"].stall()
         submitted = [await client.submit(prompt_of(number), **ANSWER) for number in range(100)]
         await fleet.stop("router-1")
-        fleet.start_router("router-2", url=link.url, patience_s=1.0)
+        fleet.start_router("router-2", url=link.url, broker={"request_timeout_s": 1.0})
         await fleet.kill("aggregated-1")
         async with asyncio.timeout(PATIENCE_S):
             while not any(name.startswith("takeover-") for name in await durables(bus, "JW_PREFILL")):
@@ -301,7 +357,7 @@ async def test_a_handoff_whose_confirmation_comes_too_late_keeps_its_blocks(
         fleet_of(own_server.url, prefill=1, decode=1) as (fleet, client),
         operator(own_server.url) as bus,
     ):
-        fleet.start_worker("prefill", "linked", url=link.url, patience_s=patience_s)
+        fleet.start_worker("prefill", "linked", url=link.url, broker={"request_timeout_s": patience_s})
         await until(lambda: fleet.engines["linked"].stats().capacity_blocks > 0)
         await fleet.stop("prefill-1")
         fleet.forget("prefill-1")
