@@ -17,7 +17,7 @@ from ..pipeline.in_flight import InFlight
 from ..schemas import signals, subjects
 from ..schemas.codec import decode
 from ..schemas.decode import KvHandoff
-from ..schemas.errors import JetwakeError, RequestEnded, Undecodable
+from ..schemas.errors import BusError, JetwakeError, RequestEnded, Undecodable
 from ..schemas.prefill import ReleaseKv
 from ..schemas.requests import InferenceRequest
 from .engine import Engine
@@ -67,14 +67,18 @@ class HeldHandoffs:
         return len(held)
 
     async def run(self) -> None:
-        """Renews, releases and counts until cancelled. Raises EngineDead."""
-        while True:
-            await self._something.wait()
-            await self._one_round()
-            if not self._held and self._orders.empty():
-                self._something.clear()
-            else:
-                await self._pause()
+        """Renews, releases and counts until cancelled. Raises EngineDead.
+
+        Ends are told beside that: while the broker is away it takes long, and the leases of other blocks would run out.
+        """
+        async with asyncio.TaskGroup() as telling:
+            while True:
+                await self._something.wait()
+                await self._one_round(telling)
+                if not self._held and self._orders.empty():
+                    self._something.clear()
+                else:
+                    await self._pause()
 
     async def _pause(self) -> None:
         """Until the next round is due, or an order to release arrives."""
@@ -84,7 +88,7 @@ class HeldHandoffs:
         except TimeoutError:
             return
 
-    async def _one_round(self) -> None:
+    async def _one_round(self, telling: asyncio.TaskGroup) -> None:
         while not self._orders.empty():
             await self.release(self._orders.get_nowait())
         still_held = await self._engine.held()
@@ -95,7 +99,9 @@ class HeldHandoffs:
             if held is None:
                 self._drop(engine_request_id)
             elif ending := self._in_flight.expired(handoff.request, "while its handoff waited"):
-                await self._end(handoff.request, engine_request_id, ending)
+                # Between the two legs nobody else may hold the request: free the blocks and end it here. The first terminal wins.
+                await self.release(engine_request_id)
+                telling.create_task(self._tell(handoff.request, ending))
             elif now_ns >= handoff.hold_until_ns:
                 instruments.add(signals.LEASES_EXPIRED, 1)
                 await self.release(engine_request_id)
@@ -104,10 +110,13 @@ class HeldHandoffs:
         if due:
             await self._engine.extend(due, self._lease_s)
 
-    async def _end(self, request: InferenceRequest, engine_request_id: str, ending: RequestEnded) -> None:
-        """Between the two legs nobody else may hold the request: free the blocks and end it here. The first terminal wins."""
-        await self.release(engine_request_id)
-        await self._endings.ended_early(request, ending)
+    async def _tell(self, request: InferenceRequest, ending: RequestEnded) -> None:
+        try:
+            await self._endings.ended_early(request, ending)
+        except BusError as error:
+            log.warning(
+                "%s: %s, and whoever gets its handoff says so, because it cannot be told now: %s", request.request_id, ending, error
+            )
 
     def _drop(self, engine_request_id: str) -> None:
         handoff = self._held.pop(engine_request_id, None)

@@ -9,13 +9,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from ..pipeline.connection import Bus, RawMessage
 from ..schemas import subjects
 from ..schemas.codec import decode, encode
-from ..schemas.errors import PullFailed, SetupError, Undecodable
+from ..schemas.errors import BrokerUnavailable, PullFailed, SetupError, Undecodable
 from ..schemas.link_probe import LinkProbe, LinkProbed, SizePulled
 from ..schemas.workers import WorkerCard
 from .kv_transfer_nixl import KvTransfer, Pull
@@ -60,7 +61,9 @@ class LinkProbes:
                     log.warning("the probe %s was left open: its buffer is freed", self._probe)
                     await self._free()
                     continue
-                await self._bus.publish(reply, encode(await self._answer(question)))
+                answer = await self._answer(question)
+                with suppress(BrokerUnavailable):  # who asked gives up, and what was laid out for it is freed
+                    await self._bus.publish(reply, encode(answer))
         finally:
             await self._free()
 

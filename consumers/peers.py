@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from ..pipeline.registry import CardKeeper, Registry
-from ..schemas.errors import PullFailed
+from ..schemas.errors import BrokerUnavailable, PullFailed
 from ..schemas.workers import WorkerCard
 from .engine import Engine, Peer
 
@@ -70,7 +70,11 @@ class Peers:
         """Follows the registry until cancelled. Raises EngineDead."""
         while True:
             self._changed.clear()
-            everyone_greeted = await self.meet()
+            everyone_greeted = False
+            try:
+                everyone_greeted = await self.meet()
+            except BrokerUnavailable as error:  # the card is renewed all the same, and then says it
+                log.warning("whom %s can exchange KV with is told later: %s", self.card.worker, error)
             self._say_if_alone()
             try:
                 async with asyncio.timeout(None if everyone_greeted and self._alone_since_s is None else GREET_AGAIN_S):

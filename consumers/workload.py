@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from ..pipeline import instruments
 from ..pipeline.publish import Publisher
 from ..schemas import signals, subjects
-from ..schemas.errors import EngineDead
+from ..schemas.errors import BrokerUnavailable, EngineDead
 from ..schemas.requests import InferenceRequest
 from ..schemas.workers import WorkerCard, WorkerLoad
 from .engine import Engine
@@ -139,12 +139,13 @@ class LoadReporter:
         )
 
     async def run(self) -> None:
-        """Tells the load as soon as it changed, and once a second anyway, until cancelled."""
+        """Tells the load as soon as it changed, and once a second anyway, until cancelled. One that cannot be told is followed by the next."""
         while True:
             self._changed.clear()
             load = self.load()
             self._show(load)
-            await self._publisher.send(subjects.load(self._card.worker), load)
+            with suppress(BrokerUnavailable):  # away for so long that no more fits into the buffer
+                await self._publisher.send(subjects.load(self._card.worker), load)
             await asyncio.sleep(REPORT_AT_MOST_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_AT_LEAST_EVERY_S):

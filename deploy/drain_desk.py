@@ -5,13 +5,14 @@ Reads `jw.drain.<name>`; answers there, and writes `jw.drained.<name>` as the la
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from ..pipeline.connection import Bus, RawMessage
 from ..pipeline.publish import Publisher
 from ..schemas import subjects
 from ..schemas.codec import decode, encode
 from ..schemas.drain import Drained, DrainHeard, DrainOrder
-from ..schemas.errors import Undecodable
+from ..schemas.errors import BrokerUnavailable, Undecodable
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ class DrainDesk:
     async def run(self) -> None:
         """Answers orders until cancelled."""
         while True:
-            await self._bus.publish(await self._replies.get(), encode(self._heard))
+            reply = await self._replies.get()
+            with suppress(BrokerUnavailable):  # who asked does so again, or sees the drain on the card
+                await self._bus.publish(reply, encode(self._heard))
 
     async def tell(self, in_time: bool, moved_requests: int, took_s: float) -> None:
         log.info("%s: %s after %.1f s, %d requests moved", self._heard.name, "drained" if in_time else "grace over", took_s, moved_requests)

@@ -1,4 +1,4 @@
-"""nats-py's client, with a shorter way for messages, and three things mended that it does to whoever waits.
+"""nats-py's client, with a shorter way for messages, and four things mended that it does to whoever waits.
 
 `listen`: messages go from the parser straight to a plain function, without a queue, a task and an object of nats-py for each. What is
 published in one turn of the event loop is written at its end, in one piece, without waking a task for that.
@@ -11,6 +11,9 @@ then looks alive and hears nothing until it has missed three pings of its own.
 
 Its pings also overtake what waits in its own buffer, so that the answer to one said nothing of what was sent just before: an order to leave
 a subject, for example, after which messages came that nobody took any more.
+
+And it lets go of a lost connection only when all that was written to it is sent: to a broker that is frozen or cut off, with more under way
+than the sockets hold, that is never, and meanwhile nobody is told and no other server of a cluster is tried.
 
 `keeping_cancels`: a cancel that comes together with what was waited for is not lost (`asyncio.wait_for` of Python 3.11, which nats-py
 uses, loses it, and nats-py itself does while its buffer is full). A loop that loses its cancel goes on for ever.
@@ -83,8 +86,7 @@ class HearingClient(Client):
         return None
 
     def _can_write(self) -> bool:
-        socket = self._transport
-        writer = socket._io_writer if isinstance(socket, TcpTransport) else None  # pyright: ignore[reportPrivateUsage]
+        writer = self._writer()
         return self.is_connected and writer is not None and writer.transport.get_write_buffer_size() < _WRITE_AT_ONCE_BYTES
 
     def _write(self) -> None:
@@ -92,6 +94,16 @@ class HearingClient(Client):
         if self._pending and self.is_connected and self._transport is not None:
             waiting, self._pending, self._pending_data_size = self._pending, [], 0
             self._transport.writelines(waiting)
+
+    async def _attempt_reconnect(self) -> None:
+        writer = self._writer()
+        if writer is not None:
+            writer.transport.abort()  # with what is still to be sent: what must not be lost is sent again
+        await super()._attempt_reconnect()
+
+    def _writer(self) -> asyncio.StreamWriter | None:
+        socket = self._transport
+        return socket._io_writer if isinstance(socket, TcpTransport) else None  # pyright: ignore[reportPrivateUsage]
 
     @property
     def is_clustered(self) -> bool:

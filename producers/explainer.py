@@ -5,11 +5,12 @@ Answers `jw.routers` too: that this router is there, and what it has in hand.
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from ..pipeline.connection import Bus, RawMessage
 from ..schemas import subjects
 from ..schemas.codec import decode, encode
-from ..schemas.errors import JetwakeError, Undecodable
+from ..schemas.errors import BrokerUnavailable, JetwakeError, Undecodable
 from ..schemas.routing import Explain, Explanation
 from .router import Router
 
@@ -33,7 +34,8 @@ class Explainer:
             question, reply = await self._asked.get()
             answer = self._router.here() if question is None else await self._answer(question)
             if answer is not None:
-                await self._bus.publish(reply, encode(answer))
+                with suppress(BrokerUnavailable):  # nobody waits for it that long
+                    await self._bus.publish(reply, encode(answer))
 
     async def _answer(self, question: Explain) -> Explanation | None:
         if question.request is None:

@@ -13,6 +13,8 @@ ACK_WAIT_S = 10
 """How long a worker may be silent about a message it holds; it reports every fifth of this."""
 DECODE_ACK_WAIT_S = 6
 """What a dead decode worker had in hand waits as long: little more than it takes routers to see that a worker died."""
+TAKEOVER_ACK_WAIT_S = 4
+"""A router moves a job in milliseconds, and one that is moved twice is stored once: what it had in hand when it was cut off need not wait."""
 DECODE_PULLS = 4096
 """A decode worker has a pull at the broker for each priority it asks at: up to ten."""
 
@@ -151,7 +153,7 @@ def prefill_consumer(lane: str) -> ConsumerSpec:
 
 def takeover_consumer(lane: str) -> ConsumerSpec:
     """A router's own durable on the queue of a dead worker: only one router can have it."""
-    return ConsumerSpec(PREFILL.name, f"takeover-{lane}", f"jw.prefill.{lane}", inactive_threshold_s=60)
+    return ConsumerSpec(PREFILL.name, f"takeover-{lane}", f"jw.prefill.{lane}", ack_wait_s=TAKEOVER_ACK_WAIT_S, inactive_threshold_s=60)
 
 
 def decode_consumer(pool: str, token: str = NO_DOMAIN) -> ConsumerSpec:

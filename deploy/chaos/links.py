@@ -91,6 +91,10 @@ class Link:
         assert self._server is not None
         return f"nats://{self._host}:{self._server.sockets[0].getsockname()[1]}"
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self._writers)
+
     # -- faults -----------------------------------------------------------------------------------------------------
 
     def cut(self) -> None:

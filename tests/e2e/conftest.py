@@ -8,6 +8,7 @@ import pytest
 
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.deploy.nats_users import ACCOUNTS_FILE, users_of, write_users
+from jetwake.pipeline import catalogue, topology_keeper
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.topology import ensure_topology
@@ -25,9 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def early_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No broker starts together with these routers: they may look for queues of dead workers soon after their start."""
+def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these parts look for now and then, because nobody tells of it, they find sooner here. What they do about it is the same.
+
+    No broker starts together with these routers: they may look for queues of dead workers soon after their start.
+    """
     monkeypatch.setattr(takeover, "FIRST_SWEEP_AFTER_S", 0.5)
+    for module, name in ((takeover, "SWEEP_EVERY_S"), (topology_keeper, "LOOK_EVERY_S"), (catalogue, "LOOK_EVERY_S")):
+        monkeypatch.setattr(module, name, 0.25)
 
 
 @pytest.fixture(scope="session")

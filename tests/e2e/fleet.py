@@ -36,25 +36,40 @@ class Fleet:
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start_router(self, name: str = "router-1", policy: str = "least_loaded", url: str | None = None, **options: Any) -> None:
-        """`url`: its own way to the broker."""
+    def start_router(
+        self,
+        name: str = "router-1",
+        policy: str = "least_loaded",
+        url: str | None = None,
+        broker: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`url`: its own way to the broker. `broker`: other settings of that."""
         stop = self._stops[name] = asyncio.Event()
         settings = RouterSettings(name=name, policy=policy, **options)
-        self._tasks[name] = asyncio.create_task(run_router(settings, self._broker("router", url), self.limits, stop))
+        self._tasks[name] = asyncio.create_task(run_router(settings, self._broker("router", url, broker), self.limits, stop))
 
     def start_worker(
-        self, role: Any, name: str, worker_options: dict[str, Any] | None = None, url: str | None = None, **engine_options: Any
+        self,
+        role: Any,
+        name: str,
+        worker_options: dict[str, Any] | None = None,
+        url: str | None = None,
+        broker: dict[str, Any] | None = None,
+        **engine_options: Any,
     ) -> None:
-        """`url`: its own way to the broker."""
+        """As `start_router`."""
         stop = self._stops[name] = asyncio.Event()
         engine = self.engines[name] = SimulatedEngine(SimulatedSettings(**{"model": MODEL, **engine_options}))
         settings = WorkerSettings(name=name, role=role, **(worker_options or {}))
-        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self._broker(role, url), self.limits, stop))
+        self._tasks[name] = asyncio.create_task(run_worker(settings, engine, self._broker(role, url, broker), self.limits, stop))
 
-    def _broker(self, role: Role, url: str | None) -> BrokerSettings:
+    def _broker(self, role: Role, url: str | None, changes: dict[str, Any] | None) -> BrokerSettings:
         if self.users is not None:
-            return broker_settings(self.users, User(role), url or self.broker.url)
-        return self.broker if url is None else BrokerSettings(url=url)
+            settings = broker_settings(self.users, User(role), url or self.broker.url)
+        else:
+            settings = self.broker if url is None else BrokerSettings(url=url)
+        return settings.model_copy(update=changes)
 
     async def stop(self, name: str) -> None:
         """Drain it and wait for its end. Raises what ended it otherwise."""

@@ -4,6 +4,7 @@ Nothing is seeded: two legs never draw the same, so a token of the wrong leg sho
 """
 
 import asyncio
+import itertools
 import random
 import secrets
 from typing import Any
@@ -110,10 +111,10 @@ async def engine_dies(fleet: Fleet, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_an_answer_goes_on_where_its_decode_worker_died(own_server: NatsServer, name: str) -> None:
-    """Twelve times, at any point of the answer, by a crash that hands nothing on or one that does."""
+    """At any point of the answer, in turn by a crash that hands nothing on and one that does, until five answers had to move."""
     options, moved = OPTIONS[name], 0
     async with fleet_of(own_server.url, prefill=2, decode=2, timing=STEPS) as (fleet, client):
-        for number in range(12):
+        for number in itertools.count():
             reader = await submit(client, options)
             await reader.has(random.randrange(1, LENGTH))
             for doomed in busy(fleet, "decode"):
@@ -125,13 +126,14 @@ async def test_an_answer_goes_on_where_its_decode_worker_died(own_server: NatsSe
             answer = await reader.end()
             check(reader, answer, options)
             moved += answer.attempts > 1
-    assert moved >= 3
+            if moved == 5:
+                break
 
 
 async def test_an_answer_survives_several_deaths(own_server: NatsServer) -> None:
     """Two in one answer: what the second continues was partly forced itself."""
     async with fleet_of(own_server.url, prefill=2, decode=3, timing=STEPS) as (fleet, client):
-        for _ in range(4):
+        for _ in range(3):
             reader = await submit(client, LONG)
             for at in (random.randrange(1, 60), random.randrange(60, 120)):
                 await reader.has(at)
@@ -158,7 +160,7 @@ async def test_many_answers_at_once_go_on_elsewhere(own_server: NatsServer) -> N
 async def test_an_aggregated_worker_that_dies(own_server: NatsServer, name: str) -> None:
     options, moved = OPTIONS[name], 0
     async with fleet_of(own_server.url, aggregated=2, timing=STEPS) as (fleet, client):
-        for _ in range(2):
+        while not moved:
             readers = await asyncio.gather(*(submit(client, options) for _ in range(8)))
             await readers[-1].has(random.randrange(1, LENGTH // 2))  # one is in the middle, whatever the machine's pace
             for doomed in busy(fleet, "aggregated")[:1]:
@@ -168,7 +170,6 @@ async def test_an_aggregated_worker_that_dies(own_server: NatsServer, name: str)
                 answer = await reader.end()
                 check(reader, answer, options)
                 moved += answer.attempts > 1
-    assert moved
 
 
 async def test_what_a_late_riser_says_is_not_heard(own_server: NatsServer) -> None:
@@ -178,7 +179,7 @@ async def test_what_a_late_riser_says_is_not_heard(own_server: NatsServer) -> No
         Bus.connect(fleet.broker, "late") as bus,
     ):
         publisher, terminals = Publisher(bus), Terminals(bus, Publisher(bus), WallClock())
-        for _ in range(5):
+        for _ in range(3):
             fenced = asyncio.Event()
             reader = await submit(client, LONG)
             request = reader.submitted.request

@@ -65,7 +65,7 @@ async def test_a_handoff_lives_by_renewed_leases_until_its_hold_is_over_and_is_t
 
 async def test_what_was_pulled_is_not_read_when_the_hold_is_over_by_then(own_server: NatsServer) -> None:
     """The engine stands still between the pull and its first token: whether the blocks were whole when they were read, nobody knows."""
-    worker = {"hold_s": 4.0, "stall_limit_s": 300}
+    worker = {"hold_s": 2.5, "stall_limit_s": 300}
     async with (
         fleet_of(own_server.url, prefill=1, decode=1, worker=worker) as (fleet, client),
         Bus.connect(patient(fleet.broker), "looker") as bus,

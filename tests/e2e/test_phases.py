@@ -134,7 +134,7 @@ async def test_in_the_middle_of_the_pull(own_server: NatsServer, tmp_path: Path,
             await anext(aiter(in_the_way))
             await until(lambda: loads["decode-x"].used_blocks > 0)
             submitted = await client.submit(
-                prompt_of(2 * number + 1, blocks * 16), max_tokens=5, timeout_s=300.0 if how == "cancelled" else 5.0
+                prompt_of(2 * number + 1, blocks * 16), max_tokens=5, timeout_s=300.0 if how == "cancelled" else 3.5
             )
             await until(lambda: loads["prefill-x"].held_blocks == blocks)
             await freeze(prefill.pid)

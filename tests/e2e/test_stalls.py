@@ -12,6 +12,7 @@ from operations import all_ready, idle, prompt_of, until
 from test_dead_workers import SLOW, all_greeted, registry_of, worker_process
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT
+from jetwake.deploy import worker
 from jetwake.deploy.chaos.freezing import freeze, thaw
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.schemas.errors import EngineDead, RequestFailed
@@ -44,7 +45,8 @@ async def test_an_engine_that_stands_still_with_work_is_out_and_its_work_goes_on
         await idle(fleet)
 
 
-async def test_an_idle_engine_that_stands_still_is_found_by_its_silence(own_server: NatsServer) -> None:
+async def test_an_idle_engine_that_stands_still_is_found_by_its_silence(own_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PING_EVERY_S", 0.5)
     async with fleet_of(own_server.url, aggregated=1) as (fleet, client):
         fleet.start_worker("aggregated", "stuck", {"stall_limit_s": 0.2})
         await all_ready(fleet, 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,32 @@ async def test_a_half_open_connection_is_noticed(own_server: NatsServer) -> None
             thaw(own_server.pid)
         async with asyncio.timeout(20):
             await bus.wait_connected()
+
+
+async def test_a_silent_server_is_left_though_much_is_still_to_be_sent_to_it(nats_server: NatsServer, unique: str) -> None:
+    """More than the sockets on the way take. The other address is as good."""
+    async with Link("one", nats_server.port) as one, Link("other", nats_server.port) as other:
+        settings = BrokerSettings(url=f"{one.url},{other.url}", ping_interval_s=0.1, request_timeout_s=0.3)
+        async with Bus.connect(settings, "test") as bus:
+            (one if one.is_used else other).silence()
+            with suppress(BrokerUnavailable):  # it is noticed, and no more fits into the buffer
+                while True:
+                    await bus.publish(unique, bytes(500_000))
+            async with asyncio.timeout(20):
+                while not bus.connected:
+                    await asyncio.sleep(0.01)
+            await until_flushed(bus)
+
+
+async def until_flushed(bus: Bus) -> None:
+    """What waited for the connection is sent with it."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await bus.flush()
+                return
+            except BrokerUnavailable:
+                await asyncio.sleep(0.01)
 
 
 def test_header_bytes_are_those_on_the_wire() -> None:
