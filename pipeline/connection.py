@@ -133,9 +133,15 @@ class Bus:
             async with asyncio.timeout(self.settings.request_timeout_s):
                 if self.connected:
                     await self._client.flush()
+        except FOREIGN_ERRORS as error:
+            logger.debug("what is still to be sent is given up: %s", error)
+            self._client.abandon()
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
                 await self._client.close()
         except (*FOREIGN_ERRORS, AssertionError) as error:  # nats-py asserts when it never connected
             logger.debug("closing the connection: %s", error)
+            self._client.abandon()
         self._inbox.fail_all(BrokerUnavailable("the connection was closed"))
 
     @property

@@ -96,10 +96,14 @@ class HearingClient(Client):
             self._transport.writelines(waiting)
 
     async def _attempt_reconnect(self) -> None:
+        self.abandon()
+        await super()._attempt_reconnect()
+
+    def abandon(self) -> None:
+        """Lets go of the connection with what is still to be sent on it: what must not be lost is sent again."""
         writer = self._writer()
         if writer is not None:
-            writer.transport.abort()  # with what is still to be sent: what must not be lost is sent again
-        await super()._attempt_reconnect()
+            writer.transport.abort()
 
     def _writer(self) -> asyncio.StreamWriter | None:
         socket = self._transport

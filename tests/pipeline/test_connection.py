@@ -192,6 +192,31 @@ async def until_flushed(bus: Bus) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_connection_that_is_closed_while_the_broker_is_frozen_does_not_come_back(own_server: NatsServer) -> None:
+    async with Bus.connect(BrokerSettings(url=own_server.url), "watcher") as watcher:
+        bus = await Bus.open(BrokerSettings(url=own_server.url, request_timeout_s=0.3), "leaver")
+        await bus.subscribe("somebody", lambda _: None)
+        await bus.flush()
+        await freeze(own_server.pid)
+        try:
+            await bus.close()
+        finally:
+            thaw(own_server.pid)
+        async with asyncio.timeout(10):
+            while await somebody_listens(watcher):
+                pass
+
+
+async def somebody_listens(bus: Bus) -> bool:
+    try:
+        await bus.request("somebody", b"", timeout_s=0.2)
+    except StreamMissing:
+        return False
+    except BrokerUnavailable:
+        return True
+    return True
+
+
 def test_header_bytes_are_those_on_the_wire() -> None:
     assert encoded_headers_bytes(None) == 0
     assert encoded_headers_bytes({"Nats-Msg-Id": "r1"}) == len(b"NATS/1.0\r\nNats-Msg-Id: r1\r\n\r\n")
