@@ -153,8 +153,11 @@ async def test_a_deadline_that_passes_while_the_broker_is_frozen_ends_the_reques
         fleet.forget("aggregated-1")
         fleet.engines["decode-1"].stall()
         first = await client.submit(prompt_of(1), model=MODEL, **ANSWER)
-        await until(lambda: fleet.engines["decode-1"].stats().running_requests == 1)
-        second = await client.submit(prompt_of(2), model=MODEL, timeout_s=2.0, **ANSWER)
+        await until(lambda: fleet.engines["decode-1"].stats().counters.get("pulled_requests", 0) == 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await fleet.engines["prefill-1"].held():  # of the first, whose pull it has not heard of
+                await asyncio.sleep(0.005)
+        second = await client.submit(prompt_of(2), model=MODEL, timeout_s=4.0, **ANSWER)
         await until_held(fleet, "prefill-1", 1)
         await freeze(own_server.pid)
         try:
