@@ -176,7 +176,8 @@ class NatsServer:
 def _environment() -> dict[str, str]:
     """Half of the cores at most, unless GOMAXPROCS says otherwise: all of a local system shares them, and threads that wake each other up for
     every small message cost a quarter of the broker's processor time."""
-    return {"GOMAXPROCS": str(max(1, len(os.sched_getaffinity(0)) // 2)), **os.environ}
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return {"GOMAXPROCS": str(max(1, cores // 2)), **os.environ}
 
 
 def find_binary() -> str:

@@ -77,7 +77,7 @@ class Candidate:
         """With one more request that will have its room, after all others that are still to come; or with that taken back."""
         sign = -1 if taken_back else 1
         new_blocks = block_count(query.prompt_length_tokens - query.cached_tokens(self.lane), query.block_size_tokens)
-        # Made several times for each request that waits, in every plan. `replace` looks at all fields, and takes eight times as long.
+        # Made several times for each request that waits, in every plan. `replace` looks at all fields, and takes four times as long.
         return Candidate(
             self.lane,
             self.worker,
