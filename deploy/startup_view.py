@@ -12,12 +12,19 @@ from rich.table import Table
 from .supervisor import Child
 
 
+class _Console(Console):
+    """What runs goes on when nobody reads any more (`2>&1 | head`). rich would end the process amid the starts of others, which hang then."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class StartupView:
     """Everything but the word `ready` goes to standard error, so that a script reads standard output for one line."""
 
     def __init__(self, say_ready: bool = True, api_url: str = "") -> None:
         """`api_url`: where the OpenAI API will be, if there is one."""
-        self._console = Console(stderr=True)
+        self._console = _Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
         self._say_ready = say_ready
         self._api_url = api_url

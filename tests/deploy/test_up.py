@@ -57,6 +57,26 @@ async def all_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
+async def test_a_system_whose_progress_nobody_reads_any_more_starts_and_ends(environment: dict[str, str]) -> None:
+    """As behind `2>&1 | head -2`: the reader leaves amid the starts of others."""
+    read, write = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *JETWAKE, "demo", "--engine", "simulated", "--model", "sim", env=environment, stdout=asyncio.subprocess.PIPE, stderr=write
+    )
+    os.close(write)
+    try:
+        with os.fdopen(read) as reader:
+            assert (await asyncio.to_thread(reader.readline)).startswith("router-1:")
+        async with asyncio.timeout(60):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    assert process.returncode == 0
+    assert said.startswith(b"\n> What is the capital of France?")
+
+
 async def test_ask_and_status_answer_as_documented_and_ctrl_c_leaves_nothing(environment: dict[str, str]) -> None:
     async with up(environment, "--prefill", "1", "--decode", "1") as process:
         asked = await ajetwake(environment, "ask", "hello", "--max-tokens", "5", "--temperature", "0", "--json")
