@@ -171,13 +171,18 @@ async def test_a_silent_server_is_left_though_much_is_still_to_be_sent_to_it(nat
     async with Link("one", nats_server.port) as one, Link("other", nats_server.port) as other:
         settings = BrokerSettings(url=f"{one.url},{other.url}", ping_interval_s=0.1, request_timeout_s=0.3)
         async with Bus.connect(settings, "test") as bus:
+            again = asyncio.Event()
+
+            async def connected_again() -> None:
+                again.set()
+
+            bus.on_reconnect(connected_again)
             (one if one.is_used else other).silence()
-            with suppress(BrokerUnavailable):  # it is noticed, and no more fits into the buffer
-                while True:
-                    await bus.publish(unique, bytes(500_000))
             async with asyncio.timeout(20):
-                while not bus.connected:
-                    await asyncio.sleep(0.01)
+                while not again.is_set():
+                    with suppress(BrokerUnavailable):  # it is noticed, and no more fits into the buffer
+                        await bus.publish(unique, bytes(500_000))
+                    await asyncio.sleep(0.001)
             await until_flushed(bus)
 
 
