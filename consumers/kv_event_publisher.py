@@ -1,7 +1,8 @@
 """Tells routers what this worker's KV cache holds: changes as they happen, in numbered batches, and everything on request.
 
-Reads the engine's block changes (already in Jetwake's hashes); writes `jw.kv.<worker>`; answers `jw.snapshot.<lane>`. Promises:
-numbers have no gaps within an incarnation, and a snapshot is exactly the state after the batch it names.
+Reads the engine's block changes (already in Jetwake's hashes); answers `jw.snapshot.<lane>`; writes `jw.kv.<worker>` once somebody has
+asked for a snapshot, which all who follow it do first: of a decode worker most routers want to know nothing. Promises: numbers have no
+gaps within an incarnation, a snapshot is exactly the state after the batch it names, and what comes after that batch is told.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ class KvEventPublisher:
         self._held = held
         self._number = 0
         self.untold = UntoldBlocks(card.compatibility.block_size_tokens)
+        self._is_followed = False
         self._asked: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(self) -> None:
@@ -54,6 +56,9 @@ class KvEventPublisher:
             for batch in batches(await self._engine.block_changes()):
                 self._remember(batch)
                 self._number += 1
+                if not self._is_followed:
+                    self.untold.told(time.monotonic())  # to all that want to know
+                    continue
                 events = KvEvents(
                     worker=self._card.worker,
                     incarnation=self._card.incarnation,
@@ -103,6 +108,7 @@ class KvEventPublisher:
 
     def _on_asked(self, message: RawMessage) -> None:
         if message.reply:
+            self._is_followed = True
             self._asked.put_nowait(message.reply)
 
 

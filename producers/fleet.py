@@ -204,18 +204,23 @@ class Fleet:
         """By lane."""
         return self._loads
 
-    def loaded(self, lane: str, load: WorkerLoad, now_s: float = 0.0) -> None:
-        """`now_s`: on the clock that decisions are made by."""
+    def loaded(self, lane: str, load: WorkerLoad, now_s: float = 0.0) -> bool:
+        """Whether a candidate changes by it: not so where a decode worker tells its load and still has room, or still has none.
+
+        `now_s`: on the clock that decisions are made by.
+        """
         known = self._loads.get(lane)
         self._loads[lane] = load
         self._told_s[lane] = now_s
-        self._ledger.changed.add(lane)
+        changed = {lane} & self._seen.keys()
         if (known.prefill_timing if known else None) != load.prefill_timing:
             self._quickest.clear()
-            self._ledger.changed |= self._guessed
+            changed |= self._guessed
         if lane in self._decoding and (with_room := domains_with_room(self._cards, self._loads)) != self._with_room:
             self._with_room = with_room
-            self._ledger.changed |= self._seen.keys()
+            changed |= self._seen.keys()
+        self._ledger.changed |= changed
+        return bool(changed)
 
     def forget(self, lane: str) -> WorkerLoad | None:
         """What it told last, if anything."""

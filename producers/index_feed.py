@@ -1,4 +1,4 @@
-"""Keeps the prefix index true: follows every worker's KV events, notices gaps, and asks for a snapshot where it cannot be sure.
+"""Keeps the prefix index true: follows workers' KV events, notices gaps, and asks for a snapshot where it cannot be sure.
 
 Reads `jw.kv.<worker>` and worker cards; asks on `jw.snapshot.<lane>`. Promises: at most one question a lane at a time; events that
 come while a snapshot is on its way are kept and applied after it; a dead incarnation is forgotten at once.
@@ -6,7 +6,7 @@ come while a snapshot is on its way are kept and applied after it; a dead incarn
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from ..schemas.blocks import unpack_hashes
 from ..schemas.codec import decode, encode
 from ..schemas.errors import BusError, Undecodable
 from ..schemas.kv_events import KvEvents, KvSnapshotChunk, KvSnapshotWanted
+from ..schemas.workers import WorkerCard
 from .prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -104,13 +105,25 @@ class _Followed:
 
 
 class IndexFeed:
-    """`hears_events` False (engines that tell none): the index lives by the router's own decisions; only the dead are forgotten."""
+    """`follows`: the workers whose caches matter. `hears_events` False (engines that tell none): the index lives by the router's own
+    decisions; only the dead are forgotten.
+    """
 
-    def __init__(self, bus: Bus, registry: Registry, index: PrefixIndex, router: str, hears_events: bool = True) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        registry: Registry,
+        index: PrefixIndex,
+        router: str,
+        *,
+        follows: Callable[[WorkerCard], bool] = lambda _: True,
+        hears_events: bool = True,
+    ) -> None:
         self._bus = bus
         self._registry = registry
         self._index = index
         self._router = router
+        self._follows = follows
         self._hears_events = hears_events
         self._followed: dict[str, _Followed] = {}
         self._inbox = bus.new_inbox()
@@ -166,11 +179,11 @@ class IndexFeed:
                 await self._bus.publish_with_reply(subjects.snapshot(lane), wanted, self._inbox)
 
     def _on_workers(self) -> None:
-        lanes = {card.lane for card in self._registry.workers.values()}
-        for gone in self._followed.keys() - lanes:
-            del self._followed[gone]
+        cards = self._registry.workers.values()
+        for gone in {*self._followed, *self._index.lanes} - {card.lane for card in cards}:
+            self._followed.pop(gone, None)
             self._index.forget(gone)
-        for new in lanes - self._followed.keys():
+        for new in {card.lane for card in cards if self._follows(card)} - self._followed.keys():
             self._followed[new] = _Followed(LaneFollower(new, self._index))
         self._changed.set()
 

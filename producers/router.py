@@ -352,10 +352,10 @@ class Router:
         before = self._fleet.loads.get(lane)
         if before is None or load.fetched_sequence > before.fetched_sequence:
             self._full_until_s.clear()
-        self._fleet.loaded(lane, load, time.monotonic())
+        changes = self._fleet.loaded(lane, load, time.monotonic())
         self._alarm.look(lane, load)
         self._ledger.fetched(lane, load.fetched_sequence)
-        if self._waiting_room is not None:
+        if changes and self._waiting_room is not None:
             self._waiting_room.look()
         if load.prefill_left_s <= IDLE_S and (before is None or before != load):
             self.on_idle()
@@ -389,6 +389,8 @@ class Router:
             self._last_fetched.popitem(last=False)
         self._full_until_s.clear()
         self._models.clear()  # a new worker may have announced another limit
+        if self._waiting_room is not None:
+            self._waiting_room.look()
 
 
 def session_key(request: InferenceRequest) -> str:

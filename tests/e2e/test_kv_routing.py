@@ -168,6 +168,33 @@ async def test_short_prompts_may_skip_the_prefill_worker_and_long_ones_do_not(ow
         assert all(engine.stats().used_blocks == 0 for engine in fleet.engines.values())
 
 
+async def test_a_decode_worker_tells_what_it_caches_once_a_router_wants_to_know(own_server: NatsServer) -> None:
+    """The first router sends it no prompts and does not ask. The second one does, and knows what was cached before."""
+    async with (
+        fleet_of(own_server.url, prefill=1, decode=1, policy="kv_aware", timing=DYNAMO_DEFAULT) as (fleet, client),
+        Bus.connect(fleet.broker, "listener") as bus,
+    ):
+        told: dict[str, list[int]] = {"prefill-1": [], "decode-1": []}
+
+        def hear(message: RawMessage) -> None:
+            events = decode(message.data, KvEvents)
+            told[events.worker].append(events.number)
+
+        await bus.subscribe(subjects.KV_EVENTS, hear)
+        await ask(client, prefix_of(1, 400))
+        async with asyncio.timeout(10):
+            while not told["prefill-1"]:
+                await asyncio.sleep(0.01)
+        await fleet.stop("router-1")
+        fleet.start_router("router-2", policy="kv_aware", direct_max_new_tokens=64)
+        answer = await ask(client, [*prefix_of(1, 400), *[3] * 20])
+        assert (answer.prefill_worker, answer.cached_tokens, answer.predicted_cached_tokens) == ("decode-1", 400, 400)
+        async with asyncio.timeout(10):
+            while not told["decode-1"]:
+                await asyncio.sleep(0.01)
+        assert told["decode-1"][0] > 1, "what it cached before was told by nobody's wish"
+
+
 async def test_what_waits_behind_others_is_taken_back_when_a_worker_comes_to_idle(own_server: NatsServer) -> None:
     """All jobs are queued on the only worker there is; a second one comes, and gets work that was not meant for it."""
     options = {"slots": 1, "timing": PolynomialTiming((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))}  # a millisecond for each token

@@ -51,7 +51,7 @@ class Life:
         }  # fmt: skip
         self.cards = {**self.cards, f"w{number}": WorkerCard.model_validate(fields)}
 
-    def load(self) -> None:
+    def load(self) -> bool:
         worker, incarnation = f"w{self.dice.randrange(8)}", str(self.dice.randint(1, 2))
         timing = PrefillTiming(base_s=0.1, per_token_s=self.dice.choice((0.1, 0.2, 0.3)))
         load = WorkerLoad(
@@ -66,7 +66,7 @@ class Life:
             room=self.dice.randrange(2),
         )
         self.loads[f"{worker}-{incarnation}"] = load
-        self.fleet.loaded(f"{worker}-{incarnation}", load)
+        return self.fleet.loaded(f"{worker}-{incarnation}", load)
 
     def book(self) -> None:
         booking = self.ledger.book("r", f"w{self.dice.randrange(8)}-{self.dice.randint(1, 2)}", self.dice.random())
@@ -101,6 +101,19 @@ def test_the_view_that_is_kept_is_the_one_that_would_be_made_anew(seed: int) -> 
                 assert kept == candidates(model, life.cards, life.loads, life.ledger, direct=direct)
                 seen |= {candidate.lane for candidate in kept}
     assert len(seen) >= 8
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_load_that_is_said_to_change_no_candidate_changes_none(seed: int) -> None:
+    life, told = Life(seed), set[bool]()
+    for _ in range(600):
+        life.step()
+        before = {model: life.fleet.candidates(model, life.cards) for model in MODELS}
+        changes = life.load()
+        told.add(changes)
+        after = {model: life.fleet.candidates(model, life.cards) for model in MODELS}
+        assert changes or all(after[model] is before[model] for model in MODELS)
+    assert told == {True, False}
 
 
 @pytest.mark.parametrize("seed", range(10))
