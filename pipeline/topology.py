@@ -232,18 +232,26 @@ async def nothing_lost_since_ns(bus: Bus, stream: str) -> int:
 
 
 async def streams_not_whole(bus: Bus) -> list[str]:
-    """Of a cluster: the streams and consumers without a leader, or with a replica that is away or behind. None where there is no cluster."""
+    """Of a cluster: the streams and consumers without a leader, or with a replica that is away or behind, and what it is. None where there
+    is no cluster.
+    """
     found: list[str] = []
     for name in await _stream_names(bus):
         info = await _info(bus, f"STREAM.INFO.{name}")
         there = [] if info is None else [info, *await consumers_of(bus, name)]
-        found += [str(each.get("name", name)) for each in there if each.get("cluster") and not _is_whole(each["cluster"])]
+        found += [f"{each.get('name', name)}: {what}" for each in there if (what := _what_is_not_whole(each.get("cluster") or {}))]
     return found
 
 
-def _is_whole(cluster: Json) -> bool:
+def _what_is_not_whole(cluster: Json) -> str:
+    if not cluster:
+        return ""
+    if not cluster.get("leader"):
+        return "no leader"
     replicas: list[Json] = cluster.get("replicas") or []
-    return bool(cluster.get("leader")) and all(replica.get("current") and not replica.get("offline") for replica in replicas)
+    away = [f"{replica.get('name')} is offline" for replica in replicas if replica.get("offline")]
+    behind = [replica for replica in replicas if not replica.get("offline") and not replica.get("current")]
+    return ", ".join(away + [f"{replica.get('name')} is not up to date (behind by {replica.get('lag', 0)})" for replica in behind])
 
 
 async def _stream_names(bus: Bus) -> list[str]:
