@@ -127,6 +127,11 @@ def _declared() -> list[str]:
     return named + [objects_stream(store.name) for store in streams.OBJECTS]
 
 
+def _in_memory() -> list[str]:
+    named = [spec.name for spec in streams.STREAMS if spec.storage == "memory"]
+    return named + [bucket_stream(bucket.name) for bucket in streams.BUCKETS if bucket.storage == "memory"]
+
+
 # ------------------------------------------------------------------------------------------------- what several roles have in common
 
 _CLOCK = Right("read the broker's time", _api(f"STREAM.INFO.{streams.REQUESTS.name}"))
@@ -213,9 +218,10 @@ def _router() -> list[Right]:
             ),
         ),
         Right(
-            "make streams and shared consumers that are missing; it cannot change or delete any",
+            "make streams and shared consumers that are missing; it cannot change any, and delete only those in memory, which may be without a leader",
             (
                 *_api(*(f"STREAM.CREATE.{name}" for name in _declared()), f"STREAM.INFO.{streams.DEAD.name}"),
+                *_api(*(f"STREAM.{verb}.{name}" for name in _in_memory() for verb in ("INFO", "DELETE"))),
                 *(subject for spec in streams.SHARED_CONSUMERS for subject in _making(spec)),
             ),
         ),

@@ -1,7 +1,7 @@
 """Brings the broker's streams, consumers and buckets to the declared state, and tells how far it is from it.
 
 Reads `schemas.streams` through `TopologySettings`; writes the JetStream API. Promises: doing it twice changes nothing the
-second time; nothing is ever deleted here but a consumer by its name; what cannot be changed on a live stream (retention,
+second time; nothing is ever deleted here but a consumer or a stream in memory by its name; what cannot be changed on a live stream (retention,
 storage) is an error in the broker's own words; a stream that is made anew gives no sequence of the one before again (dead letters
 apart). A consumer that cannot be changed is made anew: its messages stay in the stream, and what somebody held is delivered again.
 """
@@ -121,6 +121,28 @@ async def _asked_until_agreed(bus: Bus, path: str, question: Json) -> None:
             if clock() >= give_up_s:
                 raise
             await asyncio.sleep(_ASK_AGAIN_S)
+
+
+async def leaderless_in_memory(bus: Bus, settings: TopologySettings) -> dict[str, int]:
+    """Of a cluster: the declared streams in memory that are there and have no leader now, and when each was made (ns, broker's time)."""
+    found = dict[str, int]()
+    for config in declared_streams(settings):
+        if config["storage"] == "memory":
+            info = await _info(bus, f"STREAM.INFO.{config['name']}")
+            if info and (cluster := info.get("cluster")) and not cluster.get("leader"):
+                found[config["name"]] = timestamp_ns(str(info["created"]))
+    return found
+
+
+async def delete_stream_in_memory(bus: Bus, settings: TopologySettings, name: str) -> bool:
+    """Takes it away with all that is in it. False when it was not there. Raises ValueError for any other stream."""
+    if name not in (config["name"] for config in declared_streams(settings) if config["storage"] == "memory"):
+        raise ValueError(f"{name} is no stream in memory")
+    try:
+        await api(bus, f"STREAM.DELETE.{name}")
+    except StreamMissing:
+        return False
+    return True
 
 
 async def delete_consumer(bus: Bus, stream: str, durable: str) -> bool:

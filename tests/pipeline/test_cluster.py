@@ -9,6 +9,7 @@ import pytest
 
 from jetwake.deploy.nats_cluster import NatsCluster, wait_until_agreed, wait_until_whole
 from jetwake.deploy.nats_server import NatsServer
+from jetwake.pipeline import topology_keeper
 from jetwake.pipeline.cards import CARD_TTL_S, HEARTBEAT_S
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
@@ -18,11 +19,12 @@ from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CardKeeper, Registry
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.terminals import Terminals
-from jetwake.pipeline.topology import durables, ensure_consumer, ensure_topology, subject_counts
+from jetwake.pipeline.topology import durables, ensure_consumer, stream_created_ns, subject_counts
+from jetwake.pipeline.topology_keeper import TopologyKeeper
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import BusError
 from jetwake.schemas.replies import Cancelled
-from jetwake.schemas.streams import PREFILL, REQUESTS, RESULTS, WORKERS_BUCKET, prefill_consumer
+from jetwake.schemas.streams import PREFILL, REQUESTS, RESULTS, STREAMS, WORKERS_BUCKET, prefill_consumer
 
 from .harness import request, until
 from .test_registry import card
@@ -36,9 +38,13 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nat
     async with NatsCluster(folder, 3, sync_always=False) as cluster:
         await wait_until_agreed(BrokerSettings(url=cluster.url))
         async with Bus.connect(BrokerSettings(url=cluster.url), "topology") as bus:
-            await ensure_topology(bus, TopologySettings(replicas=3))
+            keeper = TopologyKeeper(bus, TopologySettings(replicas=3))
+            await keeper.start()
             assert await wait_until_whole(bus, 30) == []
-        yield cluster
+            # As in every system: of a stream in memory these tests can take away more copies than the cluster bears.
+            keeping = asyncio.create_task(keeper.run())
+            yield cluster
+            keeping.cancel()
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ async def bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
         for server in cluster.servers:  # where a test failed half-way
             if not server.is_running:
                 await server.start()
-        assert await wait_until_whole(bus, 60) == []
+        assert await wait_until_whole(bus, 60 + topology_keeper.LEADERLESS_S) == []
 
 
 async def leader_of(bus: Bus, cluster: NatsCluster, stream: str) -> NatsServer:
@@ -195,3 +201,42 @@ async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(
             await server.start()
         await declaring
         assert unique in await when_ready(bus, lambda: durables(bus, PREFILL.name))
+
+
+async def test_a_stream_in_memory_of_which_most_copies_are_gone_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unique: str
+) -> None:
+    """Of five servers three hold the cards, and two of those die: three agree on all else, and what is on disk waits for the dead."""
+    monkeypatch.setattr(topology_keeper, "LEADERLESS_S", 2.0)
+    for name in ("LOOK_EVERY_S", "LOOK_FOR_LEADERS_EVERY_S"):
+        monkeypatch.setattr(topology_keeper, name, 0.5)
+    cards, on_disk = bucket_stream(WORKERS_BUCKET.name), [spec.name for spec in STREAMS if spec.storage == "file"]
+    async with NatsCluster(tmp_path, 5, sync_always=False) as cluster:
+        await wait_until_agreed(BrokerSettings(url=cluster.url))
+        async with Bus.connect(BrokerSettings(url=cluster.url), "test") as bus, asyncio.TaskGroup() as tasks:
+            keeper = TopologyKeeper(bus, TopologySettings(replicas=3))
+            await keeper.start()
+            assert await wait_until_whole(bus, 30) == []
+            made = {name: await stream_created_ns(bus, name) for name in [cards, *on_disk]}
+            copies = [replica["name"] for replica in (await api(bus, f"STREAM.INFO.{cards}"))["cluster"]["replicas"]]
+            dead = [server for server in cluster.servers if server.store_dir.name in copies]
+            running = tasks.create_task(keeper.run())
+            for server in dead:
+                await server.kill()
+            async with asyncio.timeout(60):
+                while not await is_stored(bus, unique):
+                    await asyncio.sleep(0.1)
+            for server in dead:
+                await server.start()
+            assert await wait_until_whole(bus, 60) == []
+            running.cancel()
+            again = {name: await stream_created_ns(bus, name) for name in [cards, *on_disk]}
+            assert [name for name in made if again[name] != made[name]] == [cards]
+
+
+async def is_stored(bus: Bus, key: str) -> bool:
+    try:
+        await Publisher(bus).store_bytes(f"$KV.{WORKERS_BUCKET.name}.{key}", b"{}")
+    except BusError:
+        return False
+    return True

@@ -92,7 +92,8 @@ SAID: list[tuple[str, tuple[tuple[Role, str], ...]]] = [
     ("$JS.API.CONSUMER.MSG.NEXT.JW_OPENAI_JOBS.openai-jobs", (("router", ""), *WORKERS, CLIENT, TENANT, ("operator", ""))),
     ("$JS.ACK.JW_REQUESTS.router-interactive.1.1.1.1.0", (*WORKERS, *OUTSIDE, ("operator", ""))),
     # streams are an admin's
-    *((f"$JS.API.STREAM.DELETE.{spec.name}", ALL) for spec in STREAMS),
+    *((f"$JS.API.STREAM.DELETE.{spec.name}", ALL) for spec in STREAMS if spec.storage == "file"),
+    *((f"$JS.API.STREAM.DELETE.{spec.name}", tuple(who for who in ALL if who[0] != "router")) for spec in STREAMS if spec.storage == "memory"),
     ("$JS.API.STREAM.UPDATE.JW_REQUESTS", ALL),
     ("$JS.API.STREAM.PURGE.JW_RESULTS", ALL),
     ("$JS.API.STREAM.CREATE.MINE", ALL),
