@@ -20,6 +20,7 @@ from ..schemas.errors import (
     PayloadTooLarge,
     SequenceConflict,
     SetupError,
+    StreamExists,
     StreamFull,
     StreamMissing,
 )
@@ -65,6 +66,7 @@ _BY_CODE: dict[int, type[BusError | PayloadTooLarge]] = {
     10164: SequenceConflict,  # wrong last sequence
     10059: StreamMissing,  # stream not found
     10014: StreamMissing,  # consumer not found
+    10058: StreamExists,  # stream name already in use with a different configuration
     10054: PayloadTooLarge,  # over the stream's own limit
     10158: BrokerUnavailable,  # the same message id is being stored at this moment
 }

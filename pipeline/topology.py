@@ -10,7 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from ..schemas.errors import BrokerUnavailable, BusRejected, NotPermitted, StreamMissing
+from ..schemas.errors import BrokerUnavailable, BusRejected, NotPermitted, StreamExists, StreamMissing
 from ..schemas.streams import DEAD, HANDOFF, PREFILL, REQUESTS, SHARED_CONSUMERS, ConsumerSpec
 from ..schemas.subjects import MESSAGE_ID_HEADER
 from .clock import timestamp_ns
@@ -323,11 +323,20 @@ async def _create(bus: Bus, config: Json) -> bool:
         config = config | {"first_seq": now_ns // 1000}
     try:
         await api(bus, f"STREAM.CREATE.{name}", config)
-    except BusRejected:
-        if name not in await _stream_names(bus):
-            raise
+    except StreamExists:
+        await _until_there(bus, name)
         return False
     return True
+
+
+async def _until_there(bus: Bus, name: str) -> None:
+    """For a stream that somebody else makes now: the servers of a cluster know its name before they know it."""
+    clock = asyncio.get_running_loop().time
+    give_up_s = clock() + bus.missing_grace_s
+    while await _info(bus, f"STREAM.INFO.{name}") is None:
+        if clock() >= give_up_s:
+            raise BrokerUnavailable(f"stream {name} is being made by somebody else, and does not come")
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 async def _consumer_difference(bus: Bus, spec: ConsumerSpec) -> str:

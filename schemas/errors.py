@@ -19,6 +19,7 @@ JetwakeError
 ├── BusError                  the broker or the way to it
 │   ├── BrokerUnavailable     no connection, or no answer in time (the outcome is unknown: send again, same id)
 │   ├── StreamMissing         the stream or consumer is not there (yet, or any more)
+│   ├── StreamExists          the name of a stream is taken by one that is declared otherwise
 │   ├── StreamFull            the stream refuses new messages
 │   ├── SequenceConflict      a compare-and-set lost: somebody else wrote first
 │   ├── NotPermitted          the broker's permissions forbid it
@@ -145,6 +146,12 @@ class NotPermitted(BusError):
 
 class BusRejected(BusError):
     code = "bus_rejected"
+
+
+class StreamExists(BusError):
+    """In a cluster it may still be in the making."""
+
+    code = "stream_exists"
 
 
 class WorkerError(JetwakeError):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.registry import CardKeeper, Registry
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
 from jetwake.pipeline.terminals import Terminals
-from jetwake.pipeline.topology import durables, ensure_consumer, stream_created_ns, subject_counts
+from jetwake.pipeline.topology import drift, durables, ensure_consumer, stream_created_ns, subject_counts
 from jetwake.pipeline.topology_keeper import TopologyKeeper
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import BusError
 from jetwake.schemas.replies import Cancelled
-from jetwake.schemas.streams import PREFILL, REQUESTS, RESULTS, STREAMS, WORKERS_BUCKET, prefill_consumer
+from jetwake.schemas.streams import EVENTS, HANDOFF, MODELS_BUCKET, PREFILL, REQUESTS, RESULTS, STREAMS, WORKERS_BUCKET, prefill_consumer
 
 from .harness import request, until
 from .test_registry import card
@@ -201,6 +202,22 @@ async def test_what_is_declared_at_a_start_waits_for_a_cluster_without_a_leader(
             await server.start()
         await declaring
         assert unique in await when_ready(bus, lambda: durables(bus, PREFILL.name))
+
+
+async def test_those_that_declare_the_same_at_the_same_time_all_find_it_there(cluster: NatsCluster, bus: Bus) -> None:
+    """Each would count from another moment, so what they ask for is not the same; the servers agree on the first."""
+    names, settings = [EVENTS.name, HANDOFF.name, bucket_stream(MODELS_BUCKET.name)], TopologySettings(replicas=3)
+    async with AsyncExitStack() as stack:
+        starting = [
+            await stack.enter_async_context(Bus.connect(BrokerSettings(url=server.url), "starting"))
+            for server in cluster.servers
+            for _ in range(3)
+        ]
+        for _ in range(5):
+            for name in names:
+                await api(bus, f"STREAM.DELETE.{name}")
+            await asyncio.gather(*(TopologyKeeper(each, settings).start() for each in starting))
+            assert await when_ready(bus, lambda: drift(bus, settings)) == []
 
 
 async def test_a_stream_in_memory_of_which_most_copies_are_gone_is_made_anew(
