@@ -93,7 +93,7 @@ class TopologyKeeper:
         Whoever uses one bears that it is gone: with a broker of one server each restart does that.
         """
         now_s = asyncio.get_running_loop().time()
-        if self._does == "check" or not self._bus.is_clustered or now_s - self._leaders_looked_s < LOOK_FOR_LEADERS_EVERY_S:
+        if self._does == "check" or self._settings.replicas == 1 or now_s - self._leaders_looked_s < LOOK_FOR_LEADERS_EVERY_S:
             return
         self._leaders_looked_s = now_s
         found = (await leaderless_in_memory(self._bus, self._settings)).items()
