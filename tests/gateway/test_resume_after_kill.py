@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 MODEL = "sim"
 TOKENS = 300
 STREAMS = 10
-SLOW_ENOUGH = PolynomialTiming((0.0, 0.0, 1.0), (0.0, 0.0, 10.0))
-"""A token every 10 ms: an answer takes 3 s, and is cut off in its middle."""
+SLOW_ENOUGH = PolynomialTiming((0.0, 0.0, 1.0), (0.0, 0.0, 25.0))
+"""A token every 25 ms: an answer takes 7.5 s, and is cut off in its middle, also where this process gets no turn for seconds."""
 
 
 @asynccontextmanager
