@@ -17,7 +17,7 @@ def ask(
     prompt: Annotated[str, typer.Argument()],
     model: WhichModel = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Else 256, or what the model's context leaves.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time; the API's own default is 1.")] = 0.0,
     seed: Annotated[int | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
     raw: Raw = False,
