@@ -104,13 +104,13 @@ async def run_router(
 ) -> None:
     """Routes until `stopping` is set; then finishes what it holds."""
     async with open_pipe(broker, topology, settings.name) as pipe:
-        index, direct = index_of(settings), settings.policy == "kv_aware" and settings.direct_max_new_tokens > 0
+        index = index_of(settings)
         feed = IndexFeed(
             pipe.bus,
             pipe.registry,
             index,
             settings.name,
-            follows=lambda card: direct or card.role != "decode",
+            follows=lambda card: settings.direct or card.role != "decode",
             hears_events=not settings.approximate_s,
         )
         await feed.listen()
@@ -126,7 +126,7 @@ async def run_router(
             catalogue=ModelCatalogue(pipe.bus, pipe.publisher),
             index=index,
             alarm=SilenceAlarm(expects_events=not settings.approximate_s),
-            direct=direct,
+            direct=settings.direct,
             slots=settings.slots,
         )
         await router.listen(pipe.bus)

@@ -85,6 +85,11 @@ class RouterSettings(BaseModel):
     slots: int = Field(default=64, ge=1, description="requests it decides on at the same time")
     grace_s: float = Field(default=10.0, gt=0.0, description="how long what it holds may take to be routed when it stops")
 
+    @property
+    def direct(self) -> bool:
+        """Whether prompts may go to decode workers, so that their caches matter to it."""
+        return self.policy == "kv_aware" and self.direct_max_new_tokens > 0
+
     def knobs(self) -> KvAwareKnobs:
         return KvAwareKnobs(
             overlap_weight=self.overlap_weight,

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from fleet import fleet_of
+from operations import until
 
 from jetwake.consumers.timing import DYNAMO_DEFAULT, PolynomialTiming
 from jetwake.deploy.nats_server import NatsServer
@@ -182,16 +183,12 @@ async def test_a_decode_worker_tells_what_it_caches_once_a_router_wants_to_know(
 
         await bus.subscribe(subjects.KV_EVENTS, hear)
         await ask(client, prefix_of(1, 400))
-        async with asyncio.timeout(10):
-            while not told["prefill-1"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(told["prefill-1"]))
         await fleet.stop("router-1")
         fleet.start_router("router-2", policy="kv_aware", direct_max_new_tokens=64)
         answer = await ask(client, [*prefix_of(1, 400), *[3] * 20])
         assert (answer.prefill_worker, answer.cached_tokens, answer.predicted_cached_tokens) == ("decode-1", 400, 400)
-        async with asyncio.timeout(10):
-            while not told["decode-1"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(told["decode-1"]))
         assert told["decode-1"][0] > 1, "what it cached before was told by nobody's wish"
 
 

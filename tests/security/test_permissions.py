@@ -10,16 +10,24 @@ from jetwake.deploy.nats_declare import declare_all
 from jetwake.deploy.nats_users import as_table
 from jetwake.pipeline.clock import WallClock
 from jetwake.pipeline.connection import Bus
+from jetwake.pipeline.declarations import declared_streams
 from jetwake.pipeline.jetstream import api, last_message, last_messages, stored_messages
 from jetwake.pipeline.permissions import Role
 from jetwake.pipeline.publish import Publisher
 from jetwake.pipeline.replies import ReplyInbox
 from jetwake.pipeline.settings import BrokerSettings, TopologySettings
-from jetwake.pipeline.topology import delete_consumer, ensure_consumer
+from jetwake.pipeline.topology import (
+    delete_consumer,
+    delete_stream_in_memory,
+    drift,
+    ensure_consumer,
+    leaderless_in_memory,
+    restore_missing,
+)
 from jetwake.producers.client import Client
 from jetwake.schemas import subjects
 from jetwake.schemas.errors import BusRejected, JetwakeError, NotPermitted, SetupError
-from jetwake.schemas.streams import ANSWERS, OPENAI_BODIES, REPLIES, RESULTS, STREAMS, router_consumer
+from jetwake.schemas.streams import ANSWERS, OPENAI_BODIES, REPLIES, RESULTS, router_consumer
 
 from .conftest import Secured
 
@@ -28,7 +36,9 @@ GATEWAY: tuple[Role, str] = ("gateway", "gateway-1")
 CLIENT: tuple[Role, str] = ("client", "alice")
 TENANT: tuple[Role, str] = ("tenant", "acme")
 OUTSIDE: tuple[tuple[Role, str], ...] = (GATEWAY, CLIENT, TENANT, ("observer", ""))
-ALL: tuple[tuple[Role, str], ...] = (("router", ""), *WORKERS, *OUTSIDE, ("operator", ""))
+ALL_BUT_ROUTERS: tuple[tuple[Role, str], ...] = (*WORKERS, *OUTSIDE, ("operator", ""))
+ALL: tuple[tuple[Role, str], ...] = (("router", ""), *ALL_BUT_ROUTERS)
+DECLARED = declared_streams(TopologySettings())
 
 SAID: list[tuple[str, tuple[tuple[Role, str], ...]]] = [
     # new requests, and jobs for workers
@@ -92,8 +102,7 @@ SAID: list[tuple[str, tuple[tuple[Role, str], ...]]] = [
     ("$JS.API.CONSUMER.MSG.NEXT.JW_OPENAI_JOBS.openai-jobs", (("router", ""), *WORKERS, CLIENT, TENANT, ("operator", ""))),
     ("$JS.ACK.JW_REQUESTS.router-interactive.1.1.1.1.0", (*WORKERS, *OUTSIDE, ("operator", ""))),
     # streams are an admin's
-    *((f"$JS.API.STREAM.DELETE.{spec.name}", ALL) for spec in STREAMS if spec.storage == "file"),
-    *((f"$JS.API.STREAM.DELETE.{spec.name}", tuple(who for who in ALL if who[0] != "router")) for spec in STREAMS if spec.storage == "memory"),
+    *((f"$JS.API.STREAM.DELETE.{config['name']}", ALL if config["storage"] == "file" else ALL_BUT_ROUTERS) for config in DECLARED),
     ("$JS.API.STREAM.UPDATE.JW_REQUESTS", ALL),
     ("$JS.API.STREAM.PURGE.JW_RESULTS", ALL),
     ("$JS.API.STREAM.CREATE.MINE", ALL),
@@ -206,6 +215,18 @@ async def test_a_consumer_of_an_earlier_version_is_for_the_admin_to_make_anew(se
             f"consumer {spec.stream}/{spec.durable}: max_waiting is 64, declared {spec.max_waiting}"
         ]
         await ensure_consumer(router, spec)
+
+
+async def test_a_router_makes_streams_in_memory_anew_and_takes_away_no_other(secured: Secured) -> None:
+    settings, in_memory = TopologySettings(), [config["name"] for config in DECLARED if config["storage"] == "memory"]
+    async with Bus.connect(secured.settings("admin"), "admin") as admin, Bus.connect(secured.settings("router"), "router") as router:
+        assert await leaderless_in_memory(router, settings) == {}
+        for name in in_memory:
+            assert await delete_stream_in_memory(router, settings, name)
+        assert sorted(await restore_missing(router, settings)) == sorted(f"stream {name}" for name in in_memory)
+        assert await drift(admin, settings) == []
+        with pytest.raises(ValueError, match="no stream in memory"):
+            await delete_stream_in_memory(router, settings, RESULTS.name)
 
 
 async def test_results_of_jobs_reach_their_tenant_and_no_other(secured: Secured, unique: str) -> None:
