@@ -19,15 +19,20 @@ from .prefill_backlog import PrefillBacklog
 from .untold_blocks import UntoldBlocks
 
 REPORT_AT_MOST_EVERY_S = 0.02
-"""Routers count a job as queued until the worker says that it has taken it: later, and an idle worker looks busy to them."""
+REPORT_FREE_AT_MOST_EVERY_S = 0.005
+"""Routers count a job as queued until the worker says that it has taken it: later, and an idle worker looks busy to them, and a request
+waits for nothing. So one that has no prefill left says that at once."""
+DECODE_REPORT_AT_MOST_EVERY_S = 0.05
+"""Of a decode worker, routers want to know whether it has room: nobody waits for the word of one request."""
 REPORT_AT_LEAST_EVERY_S = 1.0
 
 
 class Prefilling:
     """The prompt tokens of one request that are still to be computed here. `done` when its first token is there."""
 
-    def __init__(self, work: "Workload", new_tokens: int) -> None:
+    def __init__(self, work: "Workload", new_tokens: int, *, is_prefill: bool) -> None:
         self._work = work
+        self._is_prefill = is_prefill
         self._started_s = time.monotonic()
         self._place = work.backlog.begin(new_tokens, self._started_s) if new_tokens else 0
 
@@ -42,11 +47,14 @@ class Prefilling:
     def done(self) -> None:
         self._work.backlog.end(self._place, time.monotonic())
         self._place = 0
+        if self._is_prefill and not len(self._work.backlog):
+            self._work.freed.set()
+        self._is_prefill = False
         self._work.changed.set()
 
 
 class Workload:
-    """`untold`: where prefills here are compared with the KV events that were told."""
+    """`untold`: where prefills here are compared with the KV events that were told. `freed`: its last prefill has ended."""
 
     def __init__(self, slots: int, untold: UntoldBlocks | None = None) -> None:
         self.slots = slots
@@ -55,6 +63,7 @@ class Workload:
         self.backlog = PrefillBacklog()
         self.engine_dead = asyncio.Event()
         self.changed = asyncio.Event()
+        self.freed = asyncio.Event()
 
     @property
     def in_hand(self) -> int:
@@ -67,9 +76,9 @@ class Workload:
     async def holding(self, request: InferenceRequest, sequence: int = 0, new_tokens: int = 0) -> AsyncGenerator[Prefilling]:
         """Counts the request while its body runs, and notes when what ends the body is the engine's death.
 
-        `sequence`: its place in this worker's own queue. `new_tokens`: prompt tokens expected to be computed here.
+        `sequence`: its place in this worker's own queue; 0: it came by handoff. `new_tokens`: prompt tokens expected to be computed here.
         """
-        prefilling = Prefilling(self, new_tokens)
+        prefilling = Prefilling(self, new_tokens, is_prefill=sequence > 0)
         self.fetched += 1
         self.fetched_sequence = max(self.fetched_sequence, sequence)
         self.changed.set()
@@ -89,7 +98,7 @@ class Workload:
 class LoadReporter:
     """`works`: what comes by the worker's own queue first, then what comes by handoff. `held` gives blocks and handoffs kept for
     decode workers (0, 0 elsewhere), `room` what would be taken now, `promised` the blocks that the requests in hand need in all,
-    where it is known.
+    where it is known. `at_most_every_s`: the least time between two reports, but for the word that no prefill is left.
     """
 
     def __init__(
@@ -101,17 +110,20 @@ class LoadReporter:
         held: Callable[[], tuple[int, int]],
         room: Callable[[], int],
         promised: Callable[[], int] = lambda: 0,
+        *,
+        at_most_every_s: float,
     ) -> None:
         self._publisher = publisher
         self._card = card
         self._works = works
-        self._changed = asyncio.Event()
+        self._changed, self._freed = asyncio.Event(), asyncio.Event()
         for work in works:
-            work.changed = self._changed
+            work.changed, work.freed = self._changed, self._freed
         self._engine = engine
         self._held = held
         self._room = room
         self._promised = promised
+        self._at_most_every_s = at_most_every_s
 
     def load(self) -> WorkerLoad:
         held_blocks, held_handoffs = self._held()
@@ -142,14 +154,14 @@ class LoadReporter:
         """Tells the load as soon as it changed, and once a second anyway, until cancelled. One that cannot be told is followed by the next."""
         while True:
             self._changed.clear()
+            self._freed.clear()
             load = self.load()
             self._show(load)
             with suppress(BrokerUnavailable):  # away for so long that no more fits into the buffer
                 await self._publisher.send(subjects.load(self._card.worker), load)
-            await asyncio.sleep(REPORT_AT_MOST_EVERY_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_AT_LEAST_EVERY_S):
-                    await self._changed.wait()
+            await asyncio.sleep(REPORT_FREE_AT_MOST_EVERY_S)
+            if not await _is_set_within(self._freed, self._at_most_every_s - REPORT_FREE_AT_MOST_EVERY_S):
+                await _is_set_within(self._changed, REPORT_AT_LEAST_EVERY_S)
 
     def _show(self, load: WorkerLoad) -> None:
         if not instruments.are_read():
@@ -165,3 +177,10 @@ class LoadReporter:
             (signals.WORKER_STEP_AGE, stats.last_step_age_s),
         ):
             instruments.show(metric, value, self._card.worker, self._card.role)
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

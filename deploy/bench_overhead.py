@@ -19,6 +19,7 @@ from ..pipeline.settings import BrokerSettings
 from ..producers.client import Client
 from .local import local_system, run_local
 from .nats_server import NatsServer
+from .shared_cores import share_cores
 
 WARM_UP = 50
 MODEL = "overhead"
@@ -41,6 +42,7 @@ class Overhead:
 
 
 async def measure_overhead(requests: int, prompt_tokens: int, sync_always: bool) -> Overhead:
+    share_cores()
     with TemporaryDirectory(prefix="jetwake-bench-") as folder:
         async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log", sync_always=sync_always) as server:
             broker, stopping = BrokerSettings(url=server.url), asyncio.Event()

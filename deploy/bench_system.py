@@ -20,6 +20,7 @@ from .app import first_of
 from .local import children_of, local_system, ready_file, wait_until_served
 from .local_gateway import LocalGateway, admin_url
 from .nats_server import NatsServer
+from .shared_cores import share_cores
 from .supervisor import Child, Supervisor
 
 
@@ -50,6 +51,7 @@ class RunningSystem:
 @asynccontextmanager
 async def running(system: BenchSystem, report: Callable[[str], None]) -> AsyncGenerator[RunningSystem]:
     """Raises SetupError, or NoWorker when it is not ready in time."""
+    share_cores()
     with TemporaryDirectory(prefix="jetwake-bench-") as folder:
         logs = Path(folder) / "logs"
         async with NatsServer(Path(folder) / "broker", log_file=Path(folder) / "broker.log", sync_always=system.sync_always) as server:

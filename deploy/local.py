@@ -28,6 +28,7 @@ from .local_gateway import LocalGateway, admin_url, engine_options_for
 from .nats_server import NatsServer
 from .options import parse_options
 from .role_settings import router_settings, worker_settings
+from .shared_cores import share_cores
 from .supervisor import Child, Supervisor
 
 CANARY_TIMEOUT_S = 60.0
@@ -198,6 +199,7 @@ async def run_local(
 
     Raises SetupError when a part of it can never start.
     """
+    share_cores()
     async with locked_store(system.store) as store, broker_of(system, store) as broker:
         ready_file(store / "logs").unlink(missing_ok=True)
         children = children_of(system, broker.url, store / "logs")

@@ -22,7 +22,7 @@ from ..consumers.leases import HeldHandoffs
 from ..consumers.link_probe import LinkProbes
 from ..consumers.peers import Peers
 from ..consumers.prefill import PrefillConsumer, PrefillLimits
-from ..consumers.workload import LoadReporter, Workload
+from ..consumers.workload import DECODE_REPORT_AT_MOST_EVERY_S, REPORT_AT_MOST_EVERY_S, LoadReporter, Workload
 from ..pipeline.catalogue import ModelCatalogue
 from ..pipeline.consume import Consumer
 from ..pipeline.patience import when_ready
@@ -116,6 +116,7 @@ class Worker:
             held=lambda: (self._held.blocks, len(self._held)),
             room=self._room,
             promised=self._ledger.promised_blocks,
+            at_most_every_s=DECODE_REPORT_AT_MOST_EVERY_S if card.role == "decode" else REPORT_AT_MOST_EVERY_S,
         )
         self._held.on_change = self._lane.room_changed
         self._announced = False

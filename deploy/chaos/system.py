@@ -14,6 +14,7 @@ from ...schemas.errors import JetwakeError
 from ..app import first_of
 from ..local import LocalSystem, children_of, local_system, wait_until_served
 from ..nats_cluster import NatsCluster, wait_until_agreed
+from ..shared_cores import share_cores
 from ..supervisor import Child, Supervisor
 from .links import Links
 from .plan import Targets
@@ -99,6 +100,7 @@ def children(system: LocalSystem, routers: int, users: OpenBroker, links: dict[s
 async def running(shape: Shape, folder: Path, run_id: str, report: Callable[[str], None]) -> AsyncGenerator[System]:
     """Yields when a request was served; at the end everything drains and stops. Raises SetupError for what can never start."""
     os.environ[RUN_VARIABLE] = run_id
+    share_cores()
     local, targets = shape.local(report), shape.targets()
     async with AsyncExitStack() as stack:
         users = SecuredBroker(folder / "users", targets.clients) if shape.secured else OpenBroker()

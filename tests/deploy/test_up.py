@@ -77,6 +77,15 @@ async def test_a_system_whose_progress_nobody_reads_any_more_starts_and_ends(env
     assert said.startswith(b"\n> What is the capital of France?")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the batch policy is Linux's")
+async def test_the_processes_of_a_local_system_do_not_interrupt_each_other(environment: dict[str, str]) -> None:
+    """The broker, the router and the workers, with the threads that NIXL and the broker started."""
+    async with up(environment) as process:
+        threads = [(child.name(), thread.id) for child in descendants(process) for thread in child.threads()]
+        assert len({name for name, _ in threads}) == 2
+        assert {os.sched_getscheduler(thread) for _, thread in threads} == {os.SCHED_BATCH}
+
+
 async def test_ask_and_status_answer_as_documented_and_ctrl_c_leaves_nothing(environment: dict[str, str]) -> None:
     async with up(environment, "--prefill", "1", "--decode", "1") as process:
         asked = await ajetwake(environment, "ask", "hello", "--max-tokens", "5", "--temperature", "0", "--json")
