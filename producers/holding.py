@@ -9,7 +9,7 @@ together as soon as that saves more time than it costs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .assignment import Waiting, assign
@@ -19,10 +19,13 @@ from .policies import Decision, KvAware
 
 @dataclass(slots=True)
 class Plan:
-    """`look_again_s`: when to plan anew if nothing changes before; infinity when nobody is kept."""
+    """`look_again_s`: when to plan anew if nothing changes before; infinity when nobody is kept. `kept`: by lane, how many of those that
+    are kept would go there.
+    """
 
     sends: list[tuple[Waiting, Decision]] = field(default_factory=list[tuple[Waiting, Decision]])
     look_again_s: float = math.inf
+    kept: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> Plan:
@@ -40,20 +43,23 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
             else:
                 is_open = False
                 made.look_again_s = min(made.look_again_s, ready_s, must_s)
+                made.kept[candidate.lane] = made.kept.get(candidate.lane, 0) + 1
     return made
 
 
-def nobody_before_s(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> float:
+def nobody_before_s(
+    policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float, kept: Mapping[str, int], new: int
+) -> float:
     """Until then none of them goes: to find that out takes far less than a plan. `waiting` is never empty.
 
-    Taken for granted is that no worker gets more than twice its share of them. Where one does, short prompts that could have
-    been sent there together are sent a little later.
+    `kept`: as the last plan had it, and `new` have come since. Taken for granted is that nobody who was kept for one worker would go to
+    another now. Where that is not so, short prompts that could have been sent there together are sent a little later.
     """
     prompts = [(one.query.prompt_length_tokens, one.query.cached_tokens_by_lane) for one in waiting]
     until_s = min(one.since_s for one in waiting) + policy.knobs.hold_s
-    most_behind = min(len(waiting) - 1, 2 * len(waiting) // len(candidates))
     for one in candidates:
         least_tokens = min(tokens - cached.get(one.lane, 0) for tokens, cached in prompts)
         shortest_s = one.prefill_base_s + one.prefill_per_token_s * least_tokens
-        until_s = min(until_s, policy.ready_for_s(one, shortest_s, most_behind, now_s))
+        most_behind = min(len(waiting), kept.get(one.lane, 0) + new) - 1
+        until_s = min(until_s, policy.ready_for_s(one, shortest_s, max(0, most_behind), now_s))
     return until_s

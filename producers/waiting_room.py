@@ -47,9 +47,12 @@ class Turn:
 
 @dataclass(eq=False)
 class _Kept:
+    """`is_new`: no plan was made since it came."""
+
     case: Case
     waiting: Waiting
     turn: "asyncio.Future[Turn]"
+    is_new: bool = True
 
 
 class WaitingRoom:
@@ -69,6 +72,7 @@ class WaitingRoom:
         self._book = book
         self._withdraw = withdraw
         self._kept: list[_Kept] = []
+        self._kept_by_lane: dict[str, dict[str, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._look_at_s = 0.0
 
@@ -119,6 +123,8 @@ class WaitingRoom:
                     if not kept.turn.done():
                         kept.turn.set_exception(error)
         self._kept = [kept for kept in self._kept if not kept.turn.done()]
+        if not self._kept:
+            self._kept_by_lane.clear()
         if self._kept and look_again_s < math.inf:
             self._look_in(max(look_again_s - now_s, LEAST_PAUSE_S))
 
@@ -127,7 +133,8 @@ class WaitingRoom:
         candidates = self._candidates(model)
         if not candidates:
             raise NoWorker(f"no worker for {model} is ready with a compatible peer")
-        nobody_before = nobody_before_s(self._policy, [kept.waiting for kept in of_model], candidates, now_s)
+        by_lane, new = self._kept_by_lane.get(model, {}), sum(kept.is_new for kept in of_model)
+        nobody_before = nobody_before_s(self._policy, [kept.waiting for kept in of_model], candidates, now_s, by_lane, new)
         if now_s < nobody_before:
             return nobody_before
         kept_of: dict[Waiting, _Kept] = {}
@@ -136,8 +143,10 @@ class WaitingRoom:
                 query = replace(kept.case.query, matched_blocks=self._index.match(kept.case.hashes, now_s))
                 kept.case = replace(kept.case, query=query, looked_s=now_s)
                 kept.waiting.query = query
+            kept.is_new = False
             kept_of[kept.waiting] = kept
         made = plan(self._policy, list(kept_of), candidates, now_s)
+        self._kept_by_lane[model] = made.kept
         for waiting, decision in made.sends:
             kept = kept_of[waiting]
             if not kept.turn.done():  # else it was cancelled

@@ -11,7 +11,7 @@ import pytest
 from jetwake.consumers.prefill_backlog import PrefillBacklog
 from jetwake.producers.assignment import Waiting, assign
 from jetwake.producers.fleet import Candidate
-from jetwake.producers.holding import Plan, plan
+from jetwake.producers.holding import Plan, nobody_before_s, plan
 from jetwake.producers.policies import BEGINS, KvAware, KvAwareKnobs, Query
 from jetwake.schemas.workers import PrefillTiming
 
@@ -135,6 +135,49 @@ def test_workers_that_failed_a_request_get_it_only_when_there_is_no_other() -> N
     again = Waiting(Query("a", 500, 16, {"x": 31}), NOW_S, ["x"])
     assert sent(plan_of([again], [worker("x"), worker("y")])) == [("a", "y")]
     assert sent(plan_of([again], [worker("x")])) == [("a", "x")]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_quick_look_before_a_plan_never_says_later_than_the_plan_itself(seed: int) -> None:
+    """Whatever waits where: by the time that somebody should go, a plan is made. What has come since the last plan may go anywhere."""
+    dice = random.Random(seed)
+    workers = [worker(lane, left_s=dice.uniform(0.0, 3.0), prefills=dice.randint(0, 2)) for lane in "xyz"[: dice.randint(1, 3)]]
+    waiting = [
+        waits(f"r{number}", int(10 ** dice.uniform(0.5, 3.3)), NOW_S - dice.uniform(0.0, 1.0), **{dice.choice("xyz"): dice.randint(0, 30)})
+        for number in range(dice.randint(2, 12))
+    ]
+    policy, known = KvAware(), waiting[: dice.randint(1, len(waiting))]
+    first = plan(policy, known, workers, NOW_S)
+    gone = [one for one, _ in first.sends]
+    known, workers = [one for one in known if one not in gone], [with_sent(first, one) for one in workers]
+    new = [one for one in waiting if one not in known and one not in gone]
+    if known or new:
+        exact = plan(policy, [*known, *new], workers, NOW_S)
+        assert sum(first.kept.values()) == len(known)
+        moved = any(exact_there > first.kept.get(lane, 0) + len(new) for lane, exact_there in placed(exact).items())
+        quick_s = nobody_before_s(policy, [*known, *new], workers, NOW_S, first.kept, len(new))
+        assert moved or quick_s <= (NOW_S if exact.sends else exact.look_again_s)
+
+
+def with_sent(made: Plan, candidate: Candidate) -> Candidate:
+    for one, decision in made.sends:
+        if decision.lane == candidate.lane:
+            candidate = candidate.and_one(one.query, NOW_S)
+    return candidate
+
+
+def placed(made: Plan) -> dict[str, int]:
+    lanes = [*(decision.lane for _, decision in made.sends), *(lane for lane, count in made.kept.items() for _ in range(count))]
+    return {lane: lanes.count(lane) for lane in lanes}
+
+
+def test_the_quick_look_spares_a_plan_while_nobody_can_go() -> None:
+    """Two workers busy for a second, and eight prompts for each: too long to go together as long as there are not fifteen of them."""
+    waiting, busy = [waits(f"r{number}", 250) for number in range(16)], [worker(lane, left_s=1.0, prefills=2) for lane in "xy"]
+    made = plan_of(waiting, busy)
+    assert (sent(made), made.kept) == ([], {"x": 8, "y": 8})
+    quick_s = nobody_before_s(KvAware(knobs=KvAwareKnobs(lead=1.0)), waiting, busy, NOW_S, made.kept, 0)
+    assert quick_s == made.look_again_s == pytest.approx(NOW_S + 1.0)
 
 
 def test_nobody_waiting_is_no_plan() -> None:
