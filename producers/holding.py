@@ -2,7 +2,8 @@
 
 A job behind another prefill on a busy engine gains nothing by being there, and costs: engines compute prompts that wait together in the
 same steps, so that a short one takes as long as the long one beside it. So while the worker that a request should go to is busy, the
-router keeps it, and decides when one is about to be free: then it knows more, too. Pure.
+router keeps it, and decides when one is about to be free: then it knows more, too. About to be free is a worker that will be when the job
+gets there, so that many short prefills are not sent one by one, each after the word that the one before has ended. Pure.
 
 Who should go where, and after whom, is `assignment`'s to say. Nobody is kept for longer than `KvAwareKnobs.hold_s`; small prompts are sent
 together as soon as that saves more time than it costs.
@@ -28,14 +29,15 @@ class Plan:
     kept: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float) -> Plan:
-    """`candidates`, which is never empty, must count all that was sent before."""
+def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float, delivery_s: float = 0.0) -> Plan:
+    """`candidates`, which is never empty, must count all that was sent before. `delivery_s`: how long a job is on its way to a worker."""
     made = Plan()
     for turns in assign(policy, waiting, candidates, now_s):
         candidate, is_open = turns.candidate, True
         for place, one in enumerate(turns.order):
             must_s = one.since_s + policy.knobs.hold_s
-            ready_s = policy.ready_s(candidate, one.query, len(turns.placed) - place - 1, now_s) if is_open else math.inf
+            behind = len(turns.placed) - place - 1
+            ready_s = policy.ready_s(candidate, one.query, behind, now_s, delivery_s) if is_open else math.inf
             if ready_s <= now_s or must_s <= now_s:
                 made.sends.append((one, turns.decision(place, len(waiting), now_s)))
                 policy.given(candidate, one.query)
@@ -48,7 +50,13 @@ def plan(policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candi
 
 
 def nobody_before_s(
-    policy: KvAware, waiting: Sequence[Waiting], candidates: Sequence[Candidate], now_s: float, kept: Mapping[str, int], new: int
+    policy: KvAware,
+    waiting: Sequence[Waiting],
+    candidates: Sequence[Candidate],
+    now_s: float,
+    kept: Mapping[str, int],
+    new: int,
+    delivery_s: float = 0.0,
 ) -> float:
     """Until then none of them goes: to find that out takes far less than a plan. `waiting` is never empty.
 
@@ -61,5 +69,5 @@ def nobody_before_s(
         least_tokens = min(tokens - cached.get(one.lane, 0) for tokens, cached in prompts)
         shortest_s = one.prefill_base_s + one.prefill_per_token_s * least_tokens
         most_behind = min(len(waiting), kept.get(one.lane, 0) + new) - 1
-        until_s = min(until_s, policy.ready_for_s(one, shortest_s, max(0, most_behind), now_s))
+        until_s = min(until_s, policy.ready_for_s(one, shortest_s, max(0, most_behind), now_s, delivery_s))
     return until_s

@@ -162,17 +162,19 @@ class KvAware:
         reason = f"soonest first token, in {scores[chosen.lane] * 1e3:.0f} ms: {describe(chosen, query, now_s)}"
         return Decision(chosen.lane, reason, scores)
 
-    def ready_s(self, candidate: Candidate, query: Query, behind: int, now_s: float) -> float:
+    def ready_s(self, candidate: Candidate, query: Query, behind: int, now_s: float, delivery_s: float = 0.0) -> float:
         """When it should be sent this job: a little before the last prefill there ends, but not while another waits for that too,
         and not before that prefill has begun: they would be computed together, and both end when the longer does.
 
         Short prompts are sent together. Each saves a step's own time for itself and those `behind` it, and costs only its own tokens' time.
-        """
-        return self.ready_for_s(candidate, candidate.prefill_s(query), behind, now_s)
 
-    def ready_for_s(self, candidate: Candidate, prefill_s: float, behind: int, now_s: float) -> float:
+        `delivery_s`: how long a job is on its way. What the worker will have done by then is no reason to wait.
+        """
+        return self.ready_for_s(candidate, candidate.prefill_s(query), behind, now_s, delivery_s)
+
+    def ready_for_s(self, candidate: Candidate, prefill_s: float, behind: int, now_s: float, delivery_s: float = 0.0) -> float:
         """As `ready_s`, for a job that takes so long there."""
-        free_s, base_s = now_s + candidate.work_s(now_s), candidate.prefill_base_s
+        free_s, base_s = now_s + candidate.work_s(now_s) - delivery_s, candidate.prefill_base_s
         in_hand = candidate.queued_requests + candidate.running_prefills
         if in_hand <= 1:
             free_s -= self.knobs.lead * base_s

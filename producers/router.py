@@ -32,6 +32,7 @@ from ..schemas.workers import ModelCard, WorkerLoad
 from .admission import admit
 from .batch_share import IDLE_S, LATELY_S, decode_has_room, startable
 from .decision_signals import decision_facts, traced
+from .delivery_time import DeliveryTime
 from .fleet import Candidate, Fleet
 from .lane_ledger import Booking, LaneLedger
 from .policies import Decision, KvAware, Policy, Query, describe
@@ -91,8 +92,11 @@ class Router:
         self._models: dict[str, ModelCard] = {}
         self._decisions: OrderedDict[str, tuple[Case, Decision, tuple[str, int]]] = OrderedDict()
         self.on_idle: Callable[[], None] = lambda: None  # called when a worker may have room for batch
+        self._delivery = DeliveryTime()
         self._waiting_room = (
-            WaitingRoom(policy, index, self._candidates, self._book, self._ledger.withdraw) if isinstance(policy, KvAware) else None
+            WaitingRoom(policy, index, self._candidates, self._book, self._ledger.withdraw, self._delivery)
+            if isinstance(policy, KvAware)
+            else None
         )
         registry.on_change(self._forget_the_dead)
 
@@ -272,6 +276,7 @@ class Router:
             reason=decision.reason,
             predicted_cached_tokens=case.query.cached_tokens(lane),
         )
+        began_s = time.monotonic()
         try:
             stored = await self._publisher.store(
                 subjects.prefill(lane),
@@ -282,6 +287,7 @@ class Router:
         except BaseException:
             self._ledger.withdraw(booking)
             raise
+        self._delivery.measured(time.monotonic() - began_s)
         self._ledger.stored(booking, stored.sequence)
         routed = Routed(
             router=self._name,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..schemas.errors import NoWorker
 from ..schemas.requests import InferenceRequest
 from .assignment import Waiting
+from .delivery_time import DeliveryTime
 from .fleet import Candidate
 from .holding import nobody_before_s, plan
 from .lane_ledger import Booking
@@ -56,7 +57,9 @@ class _Kept:
 
 
 class WaitingRoom:
-    """`candidates` gives the workers for a model as they are now. `book` counts a decision, and `withdraw` takes that back."""
+    """`candidates` gives the workers for a model as they are now. `book` counts a decision, and `withdraw` takes that back. `delivery`: how
+    long jobs are on their way.
+    """
 
     def __init__(
         self,
@@ -65,8 +68,10 @@ class WaitingRoom:
         candidates: Callable[[str], tuple[Candidate, ...]],
         book: Callable[[Case, Decision], Booking],
         withdraw: Callable[[Booking], None],
+        delivery: DeliveryTime,
     ) -> None:
         self._policy = policy
+        self._delivery = delivery
         self._index = index
         self._candidates = candidates
         self._book = book
@@ -134,7 +139,8 @@ class WaitingRoom:
         if not candidates:
             raise NoWorker(f"no worker for {model} is ready with a compatible peer")
         by_lane, new = self._kept_by_lane.get(model, {}), sum(kept.is_new for kept in of_model)
-        nobody_before = nobody_before_s(self._policy, [kept.waiting for kept in of_model], candidates, now_s, by_lane, new)
+        every, delivery_s = [kept.waiting for kept in of_model], self._delivery.seconds
+        nobody_before = nobody_before_s(self._policy, every, candidates, now_s, by_lane, new, delivery_s)
         if now_s < nobody_before:
             return nobody_before
         kept_of: dict[Waiting, _Kept] = {}
@@ -145,7 +151,7 @@ class WaitingRoom:
                 kept.waiting.query = query
             kept.is_new = False
             kept_of[kept.waiting] = kept
-        made = plan(self._policy, list(kept_of), candidates, now_s)
+        made = plan(self._policy, list(kept_of), candidates, now_s, delivery_s)
         self._kept_by_lane[model] = made.kept
         for waiting, decision in made.sends:
             kept = kept_of[waiting]

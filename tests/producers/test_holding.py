@@ -10,6 +10,7 @@ import pytest
 
 from jetwake.consumers.prefill_backlog import PrefillBacklog
 from jetwake.producers.assignment import Waiting, assign
+from jetwake.producers.delivery_time import MOST_S, DeliveryTime
 from jetwake.producers.fleet import Candidate
 from jetwake.producers.holding import Plan, nobody_before_s, plan
 from jetwake.producers.policies import BEGINS, KvAware, KvAwareKnobs, Query
@@ -50,6 +51,32 @@ def test_the_next_is_sent_a_little_before_the_last_prefill_ends_but_no_third() -
     assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + 0.005))
     made = plan_of([waits("a", 500)], [worker("x", left_s=0.015, prefills=2)])
     assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + 0.015))
+
+
+def test_what_a_worker_will_have_done_when_the_job_is_there_is_no_reason_to_wait() -> None:
+    policy, busy = KvAware(knobs=KvAwareKnobs(lead=0.0)), [worker("x", left_s=0.05, prefills=3)]
+    assert sent(plan(policy, [waits("a", 500)], busy, NOW_S, delivery_s=0.05)) == [("a", "x")]
+    made = plan(policy, [waits("a", 500)], busy, NOW_S, delivery_s=0.03)
+    assert (sent(made), made.look_again_s) == ([], pytest.approx(NOW_S + 0.02))
+    assert nobody_before_s(policy, [waits("a", 500)], busy, NOW_S, made.kept, 0, delivery_s=0.03) == made.look_again_s
+
+
+def test_prefills_shorter_than_their_way_go_together_as_many_as_are_computed_on_the_way() -> None:
+    """Three milliseconds each, and ten until they are there: the fifth would find a worker that is not free yet."""
+    quick = replace(worker("x", prefills=2), timing=PrefillTiming(base_s=0.0001, per_token_s=0.00001))
+    policy, waiting = KvAware(), [waits(f"r{n}", 300) for n in range(8)]
+    assert len(sent(plan(policy, waiting, [quick], NOW_S))) == 1
+    assert len(sent(plan(policy, waiting, [quick], NOW_S, delivery_s=0.01))) == 4
+
+
+def test_a_delivery_takes_as_long_as_those_before_it_did_but_a_broker_that_was_away_does_not_count() -> None:
+    delivery = DeliveryTime()
+    for _ in range(100):
+        delivery.measured(0.004)
+    assert delivery.seconds == pytest.approx(0.004, rel=0.01)
+    for _ in range(100):
+        delivery.measured(30.0)
+    assert delivery.seconds <= MOST_S
 
 
 def test_what_the_worker_told_grows_old() -> None:
