@@ -89,7 +89,7 @@ class NatsServer:
         log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                binary, "-c", str(self._config_file), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(),
+                binary, "-c", str(self._config_file), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=dies_with(os.getpid()),
             )  # fmt: skip
         try:
@@ -171,13 +171,6 @@ class NatsServer:
         with self.log_file.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
-
-
-def _environment() -> dict[str, str]:
-    """Half of the cores at most, unless GOMAXPROCS says otherwise: all of a local system shares them, and threads that wake each other up for
-    every small message cost a quarter of the broker's processor time."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return {"GOMAXPROCS": str(max(1, cores // 2)), **os.environ}
 
 
 def find_binary() -> str:

@@ -29,20 +29,6 @@ async def test_the_store_folder_has_its_configuration_and_log(tmp_path: Path) ->
     assert "Server is ready" in (tmp_path / "logs" / "nats.log").read_text()
 
 
-@pytest.mark.parametrize("given", [None, "3"])
-async def test_it_leaves_half_of_the_cores_to_the_rest_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
-    """Unless it is told otherwise."""
-    if given is None:
-        monkeypatch.delenv("GOMAXPROCS", raising=False)
-    else:
-        monkeypatch.setenv("GOMAXPROCS", given)
-    async with NatsServer(tmp_path) as server:
-        cores = len(psutil.Process(server.pid).cpu_affinity() or [])
-        assert psutil.Process(server.pid).environ()["GOMAXPROCS"] == (given or str(max(1, cores // 2)))
-
-
 async def test_a_restart_keeps_the_port_and_can_empty_the_store(tmp_path: Path) -> None:
     async with NatsServer(tmp_path, sync_always=False) as server:
         port, mark = server.port, tmp_path / "jetstream" / "mark"
