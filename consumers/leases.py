@@ -7,7 +7,9 @@ lives by this loop alone.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..pipeline import instruments
 from ..pipeline.clock import ServerClock
@@ -25,19 +27,25 @@ from .engine import Engine
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""How often the engine is asked while anything is held: bounds how late back-pressure and cancels notice."""
+"""How often the engine is asked while anything is held: bounds how late cancels notice."""
+FULL_POLL_S = 0.05
+"""The same while so much is held that the worker takes nothing more: what was pulled meanwhile is room."""
 
 
 class HeldHandoffs:
-    def __init__(self, engine: Engine, clock: ServerClock, in_flight: InFlight, endings: Endings, lease_s: float) -> None:
+    """`full_blocks`: with so many held, the worker takes nothing more."""
+
+    def __init__(self, engine: Engine, clock: ServerClock, in_flight: InFlight, endings: Endings, lease_s: float, full_blocks: int) -> None:
         self._engine = engine
         self._clock = clock
         self._in_flight = in_flight
         self._endings = endings
         self._lease_s = lease_s
+        self._full_blocks = full_blocks
         self._held: dict[str, KvHandoff] = {}
-        self._orders: asyncio.Queue[str] = asyncio.Queue()
+        self._orders: deque[str] = deque()
         self._something = asyncio.Event()
+        self._at_once = asyncio.Event()
         self.blocks = 0
         self.on_change: Callable[[], None] = lambda: None
 
@@ -51,6 +59,8 @@ class HeldHandoffs:
         self._held[handoff.kv.engine_request_id] = handoff
         self.blocks += handoff.kv.held_blocks
         self._something.set()
+        if self.blocks >= self._full_blocks:
+            self._at_once.set()
 
     async def release(self, engine_request_id: str) -> None:
         """Free these blocks now. Unknown ids are ignored: they were pulled in the meantime."""
@@ -74,23 +84,22 @@ class HeldHandoffs:
         async with asyncio.TaskGroup() as telling:
             while True:
                 await self._something.wait()
+                self._at_once.clear()
                 await self._one_round(telling)
-                if not self._held and self._orders.empty():
+                if not self._held and not self._orders:
                     self._something.clear()
                 else:
                     await self._pause()
 
     async def _pause(self) -> None:
-        """Until the next round is due, or an order to release arrives."""
-        try:
-            async with asyncio.timeout(POLL_S):
-                self._orders.put_nowait(await self._orders.get())
-        except TimeoutError:
-            return
+        """Until the next round is due, an order to release arrives, or so much is held that nothing more is taken."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FULL_POLL_S if self.blocks >= self._full_blocks else POLL_S):
+                await self._at_once.wait()
 
     async def _one_round(self, telling: asyncio.TaskGroup) -> None:
-        while not self._orders.empty():
-            await self.release(self._orders.get_nowait())
+        while self._orders:
+            await self.release(self._orders.popleft())
         still_held = await self._engine.held()
         now_ns = self._clock.now_ns()
         due: list[str] = []
@@ -130,5 +139,6 @@ class HeldHandoffs:
         except Undecodable as error:
             log.warning("a release order that cannot be read: %s", error)
             return
-        self._orders.put_nowait(order.engine_request_id)
+        self._orders.append(order.engine_request_id)
         self._something.set()
+        self._at_once.set()

@@ -97,7 +97,8 @@ class Worker:
         self._peers = Peers(engine, card, self._keeper, pipe.registry)
         self._ledger = BlockLedger(info.capacity_blocks, settings.room_limit_s)
         self._continuing = Continuing(pipe.bus, pipe.publisher, pipe.terminals)
-        self._held = HeldHandoffs(engine, pipe.clock, pipe.in_flight, pipe.endings, settings.lease_s)
+        self._limits = PrefillLimits(int(settings.held_blocks_share * info.capacity_blocks), settings.hold_s)
+        self._held = HeldHandoffs(engine, pipe.clock, pipe.in_flight, pipe.endings, settings.lease_s, self._limits.held_blocks)
         self._events = KvEventPublisher(engine, card, pipe.bus, pipe.publisher, cached)
         direct_slots = max(1, info.capacity_slots // DIRECT_SHARE) if card.role == "decode" else info.capacity_slots
         self._lane_work = Workload(direct_slots, self._events.untold)
@@ -246,7 +247,7 @@ class Worker:
         return PrefillConsumer(
             self._engine,
             self._card,
-            PrefillLimits(int(self._settings.held_blocks_share * self._info.capacity_blocks), self._settings.hold_s),
+            self._limits,
             publisher=pipe.publisher,
             terminals=pipe.terminals,
             clock=pipe.clock,

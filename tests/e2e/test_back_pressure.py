@@ -7,6 +7,7 @@ import pytest
 from fleet import fleet_of
 from operations import idle, patient, prompt_of
 
+from jetwake.consumers import leases
 from jetwake.deploy.nats_server import NatsServer
 from jetwake.pipeline.connection import Bus
 from jetwake.pipeline.settings import TopologySettings
@@ -48,6 +49,19 @@ async def test_a_full_pipe_refuses_and_then_flows(own_server: NatsServer) -> Non
             answers = [await submitted.answer() for submitted in accepted]
         assert Counter(len(answer.token_ids) for answer in answers) == {3: len(accepted)}
         assert len(accepted) > LIMITS.max_requests + LIMITS.max_jobs_per_worker
+        await idle(fleet)
+
+
+async def test_blocks_that_were_pulled_are_room_although_the_next_look_is_far(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty prompts of six blocks one after the other, where no more than thirty-two blocks may wait to be pulled."""
+    monkeypatch.setattr(leases, "POLL_S", 3600.0)
+    async with fleet_of(own_server.url, prefill=1, decode=1, worker={"held_blocks_share": 0.5}, num_blocks=64) as (fleet, client):
+        async with asyncio.timeout(60):
+            for number in range(20):
+                answer = await client.generate([number, *range(95)], max_tokens=3, temperature=0.0, ignore_eos=True)
+                assert len(answer.token_ids) == 3
         await idle(fleet)
 
 
