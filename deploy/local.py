@@ -177,7 +177,7 @@ def ready_file(logs: Path) -> Path:
 async def locked_store(store: Path | None) -> AsyncGenerator[Path]:
     """The folder of broker data and logs; a temporary one when None. Raises SetupError when another system uses it."""
     if store is None:
-        scratch = ScratchFolder("jetwake-")
+        scratch = ScratchFolder("jetwake-up-")  # a kind of its own: the next one removes what is left of this one, and of no other
         try:
             yield scratch.path
         finally:

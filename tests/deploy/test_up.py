@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from jetwake.deploy.local import locked_store
 
 JETWAKE = (sys.executable, "-m", "jetwake.deploy.cli")
 
@@ -75,6 +78,19 @@ async def test_a_system_whose_progress_nobody_reads_any_more_starts_and_ends(env
         await process.wait()
     assert process.returncode == 0
     assert said.startswith(b"\n> What is the capital of France?")
+
+
+async def test_a_system_that_starts_leaves_the_folders_of_benchmarks_and_chaos_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the stores of brokers that may be running for minutes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [Path(tempfile.mkdtemp(prefix=f"jetwake-{kind}-")) for kind in ("bench", "chaos", "load")]
+    for folder in others:
+        os.utime(folder, (0, 0))
+    async with locked_store(None) as store:
+        assert store.parent == tmp_path
+        assert all(folder.is_dir() for folder in others)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the batch policy is Linux's")
