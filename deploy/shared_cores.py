@@ -14,10 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def share_cores() -> None:
-    """For this process and all that it starts from now on (Linux; nothing happens elsewhere)."""
+    """For this process and all that it starts from now on (Linux; nothing happens elsewhere, nor where somebody chose another policy)."""
     if sys.platform != "linux":
         return
     try:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:  # some sandboxes forbid it, and it is only a matter of speed
         log.info("processes are scheduled as usual, which is slower where there are few cores: %s", error)

@@ -102,6 +102,16 @@ async def test_the_processes_of_a_local_system_do_not_interrupt_each_other(envir
         assert {os.sched_getscheduler(thread) for _, thread in threads} == {os.SCHED_BATCH}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="policies are Linux's")
+@pytest.mark.parametrize(("given", "then"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_a_policy_that_somebody_chose_stays(given: str, then: str) -> None:
+    script = (
+        "import os; from jetwake.deploy.shared_cores import share_cores; "
+        f"os.sched_setscheduler(0, os.{given}, os.sched_param(0)); share_cores(); assert os.sched_getscheduler(0) == os.{then}"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 async def test_ask_and_status_answer_as_documented_and_ctrl_c_leaves_nothing(environment: dict[str, str]) -> None:
     async with up(environment, "--prefill", "1", "--decode", "1") as process:
         asked = await ajetwake(environment, "ask", "hello", "--max-tokens", "5", "--temperature", "0", "--json")
